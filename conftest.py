@@ -12,7 +12,8 @@ import torch
 from filelock import FileLock
 from hypothesis import settings
 
-# Without a GPU the Triton kernels run in Triton's interpreter, which is chosen before anything imports triton: structattn does, through torch._dynamo.
+# Without a GPU the Triton kernels run in Triton's interpreter, which is chosen before anything imports
+# triton: structattn does, through torch._dynamo.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -20,11 +21,13 @@ import structattn
 from structattn.ops.native import library
 from structattn.testing.interpreter import quick_interpreter
 
-# `auto` must not find a library that was built here by chance. Its own tests build one; with STRUCTATTN_CACHE set all tests use one.
+# `auto` must not find a library that was built here by chance. Its own tests build one; with STRUCTATTN_CACHE
+# set all tests use one.
 os.environ.setdefault("STRUCTATTN_CACHE", f"{os.devnull}/none")
 sys.modules["structattn_native"] = None  # type: ignore[assignment]  # nor the one that is installed as a package
 
-# The same examples in every run: what fails here fails for everyone. `--full` draws many more, and new ones in each run except in CI.
+# The same examples in every run: what fails here fails for everyone. `--full` draws many more, and new ones
+# in each run except in CI.
 settings.register_profile("few", max_examples=12, derandomize=True, deadline=None)
 settings.register_profile("many", max_examples=200, derandomize="CI" in os.environ, deadline=None)
 
@@ -52,7 +55,9 @@ def _is_quick(item: pytest.Item) -> bool:
 
 @pytest.fixture
 def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Worker processes of ``LocalRunner`` are forks of this one, which take no import; `test_interrupt.py` starts them as users do."""
+    """Worker processes of ``LocalRunner`` are forks of this one, which take no import; `test_interrupt.py`
+    starts them as users do.
+    """
     if torch.cuda.is_available() or sys.platform != "linux":
         return
     context = multiprocessing.get_context("fork")

@@ -1,1 +1,3 @@
-"""Registered benchmarks, their driver (``python -m benchmarks.run``) and dated results; not part of the package."""
+"""Registered benchmarks, their driver (``python -m benchmarks.run``) and dated results; not part of the
+package.
+"""

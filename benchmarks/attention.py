@@ -1,6 +1,7 @@
 """Benchmark "attention": structured attention against PyTorch's ``scaled_dot_product_attention``, causal.
 
-On a CPU one sequence of 4 heads grows; on CUDA 65,536 tokens are cut into sequences of growing length, and one query decodes.
+On a CPU one sequence of 4 heads grows; on CUDA 65,536 tokens are cut into sequences of growing length, and
+one query decodes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ ONE_LEVEL = "one level"
 DENSE = "dense (paper)"
 FLEX = "FlexAttention"
 PAPER_RANKS = (32, 8, 6, 4, 4, 4, 4, 2)
-# Head dimension to label to the layout at context length T. Groups have one head dimension, since its sizes are shared.
+# Head dimension to label to the layout at context length T. Groups have one head dimension, since its sizes
+# are shared.
 LAYOUTS: dict[int, dict[str, Callable[[int], LevelLayout]]] = {
     64: {
         ONE_LEVEL: lambda T: LevelLayout((64,), (T,)),
@@ -58,13 +60,15 @@ DENSE_COPIES = {"forward": 5, "forward+backward": 12}
 # Up to so many scores every row is checked, else this many rows.
 CHECKED_SCORES = 2**24
 CHECKED_ROWS = 128
-# Scores of the reference at once: 8 MiB, small enough that freed memory is used again, which is most of the time of a check.
+# Scores of the reference at once: 8 MiB, small enough that freed memory is used again, which is most of the
+# time of a check.
 REFERENCE_SCORES = 2**20
 
 
 @dataclass(frozen=True)
 class AttentionWork:
-    """One call of causal attention with fixed random inputs; with ``backward`` also the gradients of q, k and v.
+    """One call of causal attention with fixed random inputs; with ``backward`` also the gradients of q, k and
+    v.
 
     Attributes:
         attend: the code that is timed.
@@ -97,10 +101,11 @@ class AttentionWork:
     def check(self) -> Iterator[Check]:
         """The results against float64: of every row where the scores are few, else of some rows.
 
-        Gradients of keys and values sum over all rows, which would cost all scores in float64. They are checked by a second
-        call whose cotangent is zero but in the picked rows, so that these rows alone give the gradient of EVERY key and
-        value. What the first call's cotangent adds up to checks that no row is lost: weights of a row sum to 1, so that
-        the gradients of all values sum to the gradients of all outputs (with hierarchical values: at level 1).
+        Gradients of keys and values sum over all rows, which would cost all scores in float64. They are
+        checked by a second call whose cotangent is zero but in the picked rows, so that these rows alone give
+        the gradient of EVERY key and value. What the first call's cotangent adds up to checks that no row is
+        lost: weights of a row sum to 1, so that the gradients of all values sum to the gradients of all
+        outputs (with hierarchical values: at level 1).
         """
         num_queries, num_keys = self.q.shape[2], self.k.shape[2]
         is_full = self.q.shape[:3].numel() * num_keys <= CHECKED_SCORES
@@ -126,7 +131,9 @@ class AttentionWork:
 
 
 def picked_rows(num_queries: int) -> Tensor:
-    """Rows spread over all positions, with the first, the last, and both sides of the borders of the two coarsest splits."""
+    """Rows spread over all positions, with the first, the last, and both sides of the borders of the two
+    coarsest splits.
+    """
     spread = torch.linspace(0, num_queries - 1, CHECKED_ROWS).long()
     borders = torch.tensor([num_queries * part // 4 - side for part in (1, 2, 3) for side in (0, 1)])
     return torch.cat((spread, borders)).clamp(min=0).unique()
@@ -178,7 +185,8 @@ def row_reference(
 
 
 def dense_attention(layout: LevelLayout, length: int, device: torch.device, dtype: torch.dtype) -> Attend:
-    """The paper written down plainly: T x T scores per level, masked and averaged, one softmax; autograd does the rest.
+    """The paper written down plainly: T x T scores per level, masked and averaged, one softmax; autograd does
+    the rest.
 
     The masks are made here, once, as a model would keep them.
     """
@@ -199,7 +207,9 @@ def dense_attention(layout: LevelLayout, length: int, device: torch.device, dtyp
 
 
 def causal_block_mask(length: int, device: torch.device, block: int = 128) -> BlockMask:
-    """The causal mask of FlexAttention, written down by blocks: ``create_block_mask`` would make T x T numbers."""
+    """The causal mask of FlexAttention, written down by blocks: ``create_block_mask`` would make T x T
+    numbers.
+    """
     count = -(-length // block)
     numbers = torch.arange(count, dtype=torch.int32, device=device)
     return BlockMask.from_kv_blocks(
@@ -361,7 +371,8 @@ def _case(
     elif label == DENSE:  # it computes all pairs at every level, and keeps them for the backward
         flops = (3 if backward else 1) * 4 * keys * keys * dim
     else:
-        # The backward computes scores and their two gradients, the gradients of the weights and of the values.
+        # The backward computes scores and their two gradients, the gradients of the weights and of the
+        # values.
         scores, values = layout.score_flops(keys), layout.value_flops(keys, dim)
         flops = 4 * scores + 3 * values if backward else scores + values
     # q, k, v, out; with backward their gradients too.

@@ -1,4 +1,6 @@
-"""Benchmark "call": what one call costs where there is little to compute: sequences of some dozen positions, causal, as ``auto`` runs it."""
+"""Benchmark "call": what one call costs where there is little to compute: sequences of some dozen positions,
+causal, as ``auto`` runs it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ LAYOUTS = {
     "mlr 8x8": LevelLayout.halving((8,) * 8, 128),
     "mlr 8x8 values": LevelLayout.halving((8,) * 8, 128, value_ranks=(8,) * 8),
 }
-# Batches of narrow heads, as models of in-context learning and of short forecasts have them; blocks are halved from the length.
+# Batches of narrow heads, as models of in-context learning and of short forecasts have them; blocks are
+# halved from the length.
 BATCHES, BATCH_LENGTHS = (16, 32), (21, 42, 64, 128, 256)
 BATCH_HEADS, BATCH_RANKS = 8, ((8, 4, 2, 2), (4, 4, 4, 4))
 

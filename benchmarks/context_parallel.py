@@ -1,9 +1,11 @@
-"""Benchmark "context-parallel": one causal call over a sequence that is divided among processes, against ring attention.
+"""Benchmark "context-parallel": one causal call over a sequence that is divided among processes, against ring
+attention.
 
-Ring attention is the same code with one level: every process gets all dimensions of all earlier keys. Shards are contiguous, or, where a variant says so,
-heads and tails (``order="head-tail"``). The processes are of this machine and talk by gloo, so that a time is that of cores which they share, and of
-copies in memory; the bytes between them are those of any network. This process is the last one of each group, which has the most keys of contiguous
-shards: the peak memory is its.
+Ring attention is the same code with one level: every process gets all dimensions of all earlier keys. Shards
+are contiguous, or, where a variant says so, heads and tails (``order="head-tail"``). The processes are of
+this machine and talk by gloo, so that a time is that of cores which they share, and of copies in memory; the
+bytes between them are those of any network. This process is the last one of each group, which has the most
+keys of contiguous shards: the peak memory is its.
 """
 
 from __future__ import annotations
@@ -86,7 +88,9 @@ class Shard:
         self._cotangent = cotangent if setting.backward else None
 
     def run(self, rows: Tensor | None = None) -> tuple[Tensor, ...]:
-        """The output of this process, and its gradients; of some rows of the whole sequence alone, if these are given."""
+        """The output of this process, and its gradients; of some rows of the whole sequence alone, if these
+        are given.
+        """
         if self._cotangent is None:
             with torch.no_grad():
                 return (self._attend(*self._inputs),)
@@ -193,7 +197,9 @@ class ContextParallelWork:
         return found
 
     def check(self) -> Iterator[Check]:
-        """Some rows of this process against float64, and the gradients of all its keys from a cotangent that is zero but in rows of all."""
+        """Some rows of this process against float64, and the gradients of all its keys from a cotangent that
+        is zero but in rows of all.
+        """
         own, rows = self.shard.own, picked_rows(self.setting.length)
         q, k, v, cotangent = self.setting.tensors()
         out, *gradients = self(rows)
@@ -238,11 +244,14 @@ def _case(mode: str, label: str, sizes: dict[str, int], dtype: torch.dtype) -> C
 
 @benchmark(
     "context-parallel",
-    "Causal attention over a sequence that processes of one machine divide, in contiguous shards or in heads and tails.",
+    "Causal attention over a sequence that processes of one machine divide, in contiguous shards or in heads and "
+    "tails.",
     baseline=BASELINE,
     axis="T",
     quick={"cpu": (8192,)},
 )
 def context_parallel_cases(device: torch.device, dtype: torch.dtype) -> Iterator[Group]:
-    """CPU: B = 1, H = 1, T 8,192 and 32,768 on 2 and 4 processes. There is none on a GPU, which needs one for each process."""
+    """CPU: B = 1, H = 1, T 8,192 and 32,768 on 2 and 4 processes. There is none on a GPU, which needs one for
+    each process.
+    """
     return context_parallel_groups(dtype) if device.type == "cpu" else iter(())

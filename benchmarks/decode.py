@@ -1,8 +1,9 @@
 """Benchmark "decode": one step of attention with a key/value cache, ``LevelCache`` against a plain cache.
 
-A step appends one token to a cache of S - 1 and attends to all S. S is the context length of the layouts, so that after it every
-block of every level is full: nothing that a level drops is left to drop, which is the worst case for a ``LevelCache``. What the
-step appended is forgotten again before the next one, which is not timed; ``DecodeWork.check`` compares the second step as well.
+A step appends one token to a cache of S - 1 and attends to all S. S is the context length of the layouts, so
+that after it every block of every level is full: nothing that a level drops is left to drop, which is the
+worst case for a ``LevelCache``. What the step appended is forgotten again before the next one, which is not
+timed; ``DecodeWork.check`` compares the second step as well.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class Cache(Protocol):
 
 
 class PlainCache:
-    """Keys and values in tensors of S tokens; the new one is written in place, and SDPA reads a slice without a copy.
+    """Keys and values in tensors of S tokens; the new one is written in place, and SDPA reads a slice without
+    a copy.
 
     Args:
         k, v: (B, H, S, D), of which the last token is not in the cache yet.
@@ -80,9 +82,11 @@ class PlainCache:
 
 
 class ConcatenatedCache:
-    """Keys and values that ``torch.cat`` copies with every token, as the default cache of Hugging Face transformers does.
+    """Keys and values that ``torch.cat`` copies with every token, as the default cache of Hugging Face
+    transformers does.
 
-    A step allocates the longer tensors and frees as much, as it does in use: there the old ones, here the new ones.
+    A step allocates the longer tensors and frees as much, as it does in use: there the old ones, here the new
+    ones.
 
     Args:
         k, v: as for ``PlainCache``.

@@ -1,7 +1,9 @@
-"""Peak memory of training a neuralforecast model on long inputs: ``python -m benchmarks.forecast_memory MODEL INPUT_SIZE``.
+"""Peak memory of training a neuralforecast model on long inputs:
+``python -m benchmarks.forecast_memory MODEL INPUT_SIZE``.
 
-MODEL is an attention spec of ``StructTransformer`` or ``patchtst``. Every step is a token; one layer of width 32 with 4 heads, 4 windows.
-Printed is what the process needed beyond the same program with an input of 32 steps.
+MODEL is an attention spec of ``StructTransformer`` or ``patchtst``. Every step is a token; one layer of width
+32 with 4 heads, 4 windows. Printed is what the process needed beyond the same program with an input of 32
+steps.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Benchmark "linear": ``StructuredLinear`` against ``torch.nn.Linear``, square, without bias.
 
-A forward product costs tokens * flops of the matrix; forward and backward cost three of them, since the gradients of inputs
-and of weights cost one each.
+A forward product costs tokens * flops of the matrix; forward and backward cost three of them, since the
+gradients of inputs and of weights cost one each.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def _low_rank_and_btt(E: int) -> str:
     return f"mlbtc:1x1x{E // 16}|{b}x{c}x{E}s"
 
 
-# Label to the text of the structure at width E. Low rank, MLR and MLBTC get ranks that grow with E, as full rank needs.
+# Label to the text of the structure at width E. Low rank, MLR and MLBTC get ranks that grow with E, as full
+# rank needs.
 STRUCTURES: dict[str, Callable[[int], str]] = {
     "dense": lambda E: "dense",
     "btt:1": lambda E: "btt:1",
@@ -49,7 +50,8 @@ STRUCTURES: dict[str, Callable[[int], str]] = {
 
 @dataclass(frozen=True)
 class LinearWork:
-    """One product of a layer with fixed random inputs; with ``backward`` also the gradients of inputs and weights.
+    """One product of a layer with fixed random inputs; with ``backward`` also the gradients of inputs and
+    weights.
 
     Attributes:
         layer: the layer.
@@ -77,7 +79,9 @@ class LinearWork:
         return out.detach()
 
     def check(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """A few tokens of the output, and of the gradient of the inputs; raises if a weight has no gradient."""
+        """A few tokens of the output, and of the gradient of the inputs; raises if a weight has no
+        gradient.
+        """
         out = self()
         picked = torch.linspace(0, len(self.x) - 1, CHECKED_TOKENS, device=out.device).long()
         matrix = self.dense()
@@ -91,7 +95,9 @@ class LinearWork:
 
 @torch.no_grad()
 def dense_matrix(layer: Layer) -> Tensor:
-    """The matrix of a layer, (E, E) float64. Structures write it by TRANSPOSED products, which share little with what is timed."""
+    """The matrix of a layer, (E, E) float64. Structures write it by TRANSPOSED products, which share little
+    with what is timed.
+    """
     if not isinstance(layer, StructuredLinear):
         return layer.weight.double()
     matrix = copy.deepcopy(layer.matrix).double()
@@ -131,7 +137,8 @@ def _case(E: int, tokens: int, backward: bool, label: str, device: torch.device,
         shape = layer("meta")
     flops = tokens * (shape.matrix.flops if isinstance(shape, StructuredLinear) else 2 * E * E)
     vectors, weights = tokens * E, sum(parameter.numel() for parameter in shape.parameters())
-    # Forward: x, W, y. Backward: the cotangent, x and W again, and their gradients; x and W are read once for both.
+    # Forward: x, W, y. Backward: the cotangent, x and W again, and their gradients; x and W are read once for
+    # both.
     numbers = 4 * vectors + 2 * weights if backward else 2 * vectors + weights
     return Case(
         benchmark="linear",

@@ -2,10 +2,11 @@
 
 "llama" is a decoding step with S tokens in its cache, "prompt" a prompt of S tokens into an empty cache.
 
-The baseline is the model as transformers makes it, with SDPA and the default ``DynamicCache``, which copies all
-keys and values with every token. S is the context length of the layouts, so that after a step every block of every
-level is full: the worst case for a cache with levels. The caches of a step are filled by a prompt. A step is taken
-back before the next one, which is not timed. A prompt is given in one piece, as ``model.generate`` gives it.
+The baseline is the model as transformers makes it, with SDPA and the default ``DynamicCache``, which copies
+all keys and values with every token. S is the context length of the layouts, so that after a step every block
+of every level is full: the worst case for a cache with levels. The caches of a step are filled by a prompt. A
+step is taken back before the next one, which is not timed. A prompt is given in one piece, as
+``model.generate`` gives it.
 """
 
 from __future__ import annotations
@@ -115,7 +116,8 @@ class LlamaStep:
         model: of transformers.
         cache: with S - 1 or S tokens.
         ids: all S tokens, (1, S).
-        given: the cache by the name that this transformers has for it; its decorator for older names takes time.
+        given: the cache by the name that this transformers has for it; its decorator for older names takes
+            time.
     """
 
     model: Any

@@ -21,8 +21,8 @@ SLACK = 0.3  # cores: /proc/stat counts in steps of 10 ms, and there is always s
 class Watch:
     """Says whether other processes, or other guests of a virtual machine, took cores since it was made.
 
-    A call on several threads waits for the slowest at every step: a busy neighbour slows structures of many steps much more than
-    one dense product, so that not even ratios within a repeat are right.
+    A call on several threads waits for the slowest at every step: a busy neighbour slows structures of many
+    steps much more than one dense product, so that not even ratios within a repeat are right.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,9 @@ def _others_cpu_s() -> float | None:
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
-    """The processor, its cores, the threads in use and the memory; and the GPU if it is the one that is timed."""
+    """The processor, its cores, the threads in use and the memory; and the GPU if it is the one that is
+    timed.
+    """
     model = platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():

@@ -1,8 +1,9 @@
-"""Peak memory of one call of a case: ``python -m benchmarks.memory BENCHMARK DEVICE DTYPE CASE`` prints the bytes.
+"""Peak memory of one call of a case: ``python -m benchmarks.memory BENCHMARK DEVICE DTYPE CASE`` prints the
+bytes.
 
 On a CPU the growth of the resident set says it, in fresh processes: an old one holds freed memory that a call
-would reuse unseen. Of equal calls it differs by up to half, since it depends on which freed memory the C library
-can use again. So the peak of the tensors is counted too. On CUDA PyTorch's allocator counts.
+would reuse unseen. Of equal calls it differs by up to half, since it depends on which freed memory the C
+library can use again. So the peak of the tensors is counted too. On CUDA PyTorch's allocator counts.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ def peak(bench: Benchmark, group: Group, case: Case, device: torch.device, dtype
     for _ in range(_PROCESSES):
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
-            # Its last words may name paths of this machine, and go into a result: the type of the error alone.
+            # Its last words may name paths of this machine, and go into a result: the type of the error
+            # alone.
             words = done.stderr.strip().rpartition("\n")[2].partition(":")[0]
             raise MemoryMeasurementError(f"a process that measures ended with status {done.returncode} ({words})")
         found.append(Peak(**json.loads(done.stdout.splitlines()[-1])))

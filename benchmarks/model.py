@@ -1,7 +1,9 @@
-"""Benchmark "model": one decoding step of a whole random model with S tokens in its caches, a training step; and the largest batch that fits.
+"""Benchmark "model": one decoding step of a whole random model with S tokens in its caches, a training step;
+and the largest batch that fits.
 
-The training step is in ``training``. Decoding: on CUDA a 7B-shaped model: 32 layers, E = 4,096, 32 heads, 8 key and value heads. On a CPU one of 4 layers, E = 512, 8 and 2 heads.
-The caches are filled with random keys and values, since reading a long prompt would take minutes and change nothing in a step.
+The training step is in ``training``. Decoding: on CUDA a 7B-shaped model: 32 layers, E = 4,096, 32 heads, 8
+key and value heads. On a CPU one of 4 layers, E = 512, 8 and 2 heads. The caches are filled with random keys
+and values, since reading a long prompt would take minutes and change nothing in a step.
 
 ``python -m benchmarks.model --device cuda`` prints the largest batch for every variant.
 """
@@ -45,7 +47,9 @@ def specs(shape: ModelShape) -> dict[str, str]:
 
 
 class PlainCache(LevelCache):
-    """What a user of plain attention has: keys and values in two tensors, written in place, and SDPA over a slice of them."""
+    """What a user of plain attention has: keys and values in two tensors, written in place, and SDPA over a
+    slice of them.
+    """
 
     def __init__(self, max_length: int) -> None:
         super().__init__(max_length=max_length)
@@ -78,7 +82,9 @@ class PlainCache(LevelCache):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, backend: Any = "auto", **options: Any
     ) -> Tensor:
-        """Adds one token and attends to all; the options are those of ``LevelCache``, and others than these are not given."""
+        """Adds one token and attends to all; the options are those of ``LevelCache``, and others than these
+        are not given.
+        """
         assert all(value is None for value in options.values())
         self.append(k, v)
         assert self._dense is not None
@@ -222,7 +228,9 @@ def _case(label: str, shape: ModelShape, batch: int, length: int, device: torch.
 
 @lru_cache(maxsize=64)
 def _counted(shape: ModelShape, spec: str, length: int) -> tuple[int, int]:
-    """The numbers that a step reads: the weights without the embedding, and of one row the caches of S tokens."""
+    """The numbers that a step reads: the weights without the embedding, and of one row the caches of S
+    tokens.
+    """
     with torch.device("meta"):
         model = language_model(shape, spec, length)
     weights = sum(p.numel() for p in model.parameters()) - model.embedding.weight.numel()
@@ -250,13 +258,17 @@ def row_numbers(model: LanguageModel, shape: ModelShape, length: int) -> int:
     quick_others={"B": 1},
 )
 def model(device: torch.device, dtype: torch.dtype) -> Iterator[Group]:
-    """Decoding: 7B-shaped on CUDA, S 8,192 and 32,768; 4 layers of width 512 on a CPU, S 1,024 to 16,384; batch 1 and 8. Training: S 64 to 4,096."""
+    """Decoding: 7B-shaped on CUDA, S 8,192 and 32,768; 4 layers of width 512 on a CPU, S 1,024 to 16,384;
+    batch 1 and 8. Training: S 64 to 4,096.
+    """
     yield from model_groups(device, dtype)
     yield from training_groups(device, dtype, baseline=BASELINE)
 
 
 def largest_batch(model: LanguageModel, shape: ModelShape, label: str, length: int) -> int:
-    """The most rows of S tokens with which a step runs on the device of the model, found by trying. On CUDA alone."""
+    """The most rows of S tokens with which a step runs on the device of the model, found by trying. On CUDA
+    alone.
+    """
 
     def runs(batch: int) -> bool:
         try:

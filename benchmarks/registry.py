@@ -1,4 +1,6 @@
-"""What a benchmark is: groups of cases that do the same job at one size, one of them the baseline, under one name."""
+"""What a benchmark is: groups of cases that do the same job at one size, one of them the baseline, under one
+name.
+"""
 
 from __future__ import annotations
 
@@ -9,25 +11,29 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-# (actual result, float64 reference), or with True as a third: it is a gradient, and has the tolerance of gradients.
+# (actual result, float64 reference), or with True as a third: it is a gradient, and has the tolerance of
+# gradients.
 Check = tuple[Tensor, Tensor] | tuple[Tensor, Tensor, bool]
 
 
 class CaseUnavailableError(RuntimeError):
-    """Raised by ``Case.build``: the variant cannot run on this machine. It is left out, and the report says why."""
+    """Raised by ``Case.build``: the variant cannot run on this machine. It is left out, and the report says
+    why.
+    """
 
 
 class Work(Protocol):
     """What a case builds: called without arguments it does the work that is timed.
 
-    It may have an attribute ``code``, a text that says which code runs, and a method ``prepare``, which is called before every
-    call and not timed: it undoes what the call before changed.
+    It may have an attribute ``code``, a text that says which code runs, and a method ``prepare``, which is
+    called before every call and not timed: it undoes what the call before changed.
     """
 
     def __call__(self) -> object: ...
 
     def check(self) -> Iterable[Check]:
-        """Pairs (actual result of this very work, float64 reference); the driver compares them before it times.
+        """Pairs (actual result of this very work, float64 reference); the driver compares them before it
+        times.
 
         A third element ``True`` marks a gradient, which has a tolerance of its own.
         """
@@ -51,16 +57,19 @@ class Case:
         benchmark: the name of the benchmark.
         label: the variant; the same text at every size.
         sizes: the sizes by name, such as ``{"E": 256, "tokens": 1024}``.
-        build: draws weights and inputs (random, never zeros) and returns the work; raises ``CaseUnavailableError`` where the
-            variant, not the baseline, cannot run.
+        build: draws weights and inputs (random, never zeros) and returns the work; raises
+            ``CaseUnavailableError`` where the variant, not the baseline, cannot run.
         flops: FLOPs of one call, 2 per multiply-add.
-        bytes: the fewest bytes that one call must move: every input and weight read once, every output written once.
+        bytes: the fewest bytes that one call must move: every input and weight read once, every output
+            written once.
         is_baseline: whether it is what a user would pick instead.
         measures_memory: whether the peak memory of a call is measured too (``memory.peak``).
-        tokens: that one call makes or trains on, all rows of the batch together, for the tokens per second; ``None`` for no such column.
-        cached_tokens: that a key/value cache holds after a call, all rows together, for its bytes per token; the work is a
-            ``CachingWork``. ``None`` where there is no cache.
-        wire_bytes: that all processes together send to each other in one call; ``None`` where there is one process.
+        tokens: that one call makes or trains on, all rows of the batch together, for the tokens per second;
+            ``None`` for no such column.
+        cached_tokens: that a key/value cache holds after a call, all rows together, for its bytes per token;
+            the work is a ``CachingWork``. ``None`` where there is no cache.
+        wire_bytes: that all processes together send to each other in one call; ``None`` where there is one
+            process.
     """
 
     benchmark: str
@@ -135,8 +144,8 @@ class Benchmark:
         groups: makes the groups; it must be cheap, since tensors are made by ``Case.build`` alone.
         quick: for each type of device, the sizes along the axis that ``--quick`` measures.
         quick_others: other sizes that ``--quick`` holds fixed where a group has them, such as ``{"B": 1}``.
-        fit: the range along the axis, both ends included, in which the exponent of a power law is fitted to the times;
-            ``None`` where they follow none.
+        fit: the range along the axis, both ends included, in which the exponent of a power law is fitted to
+            the times; ``None`` where they follow none.
     """
 
     name: str

@@ -1,4 +1,6 @@
-"""Results as files: JSON with every sample, Markdown with the tables, a figure where there is a line to draw."""
+"""Results as files: JSON with every sample, Markdown with the tables, a figure where there is a line to
+draw.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,8 @@ def _lines(rows: list[Row], axis: str) -> dict[tuple[str, str, tuple[Any, ...]],
 
 
 def exponents(rows: list[Row], axis: str, fit: tuple[int, int]) -> list[Row]:
-    """For every variant with 3 sizes or more in a range: p of the law median = c * size^p, by least squares in logarithms.
+    """For every variant with 3 sizes or more in a range: p of the law median = c * size^p, by least squares
+    in logarithms.
 
     Args:
         rows: of all groups.
@@ -99,7 +102,9 @@ def table(heads: list[str], rows: list[list[str]]) -> str:
 
 
 def optional_cells(row: Row, heads: Iterable[str]) -> list[str]:
-    """The cells of a row under some heads of ``OPTIONAL_COLUMNS``: empty where the row, perhaps of an older file, has no such value."""
+    """The cells of a row under some heads of ``OPTIONAL_COLUMNS``: empty where the row, perhaps of an older
+    file, has no such value.
+    """
     columns = (OPTIONAL_COLUMNS[head] for head in heads)
     return [number(row[key] / unit) if key in row else "" for key, unit in columns]
 
@@ -132,7 +137,9 @@ def mode_table(result: dict[str, Any], mode: str) -> str:
 
 
 def _variants_by_mode(cells: list[tuple[Row, str]], modes: list[str]) -> str:
-    """A table with a line per variant and a column per mode, from rows with mode, label and sizes, and their texts."""
+    """A table with a line per variant and a column per mode, from rows with mode, label and sizes, and their
+    texts.
+    """
     lines: dict[tuple[str, tuple[Any, ...]], dict[str, str]] = {}
     for row, text in cells:
         lines.setdefault((row["label"], tuple(row["sizes"].items())), {})[row["mode"]] = text
@@ -154,8 +161,8 @@ def _crossover_table(result: dict[str, Any], modes: list[str]) -> str:
         for row in result["crossover"]
     ]
     return (
-        f"## Crossover\n\nThe smallest measured {axis} from which on the variant is always faster than {result['baseline']}.\n\n"
-        + _variants_by_mode(cells, modes)
+        f"## Crossover\n\nThe smallest measured {axis} from which on the variant is always faster than "
+        f"{result['baseline']}.\n\n" + _variants_by_mode(cells, modes)
     )
 
 
@@ -164,8 +171,8 @@ def _exponent_table(result: dict[str, Any]) -> str:
     modes = list(dict.fromkeys(row["mode"] for row in result["exponents"]))
     cells = [(row, f"{row['exponent']:.2f}") for row in result["exponents"]]
     return (
-        f"## Exponent\n\np of the law median time = c * {axis}^p, fitted from {axis} = {low} to {high}, other sizes as they are.\n\n"
-        + _variants_by_mode(cells, modes)
+        f"## Exponent\n\np of the law median time = c * {axis}^p, fitted from {axis} = {low} to {high}, other sizes as "
+        "they are.\n\n" + _variants_by_mode(cells, modes)
     )
 
 
@@ -193,11 +200,13 @@ def markdown(result: dict[str, Any]) -> str:
         "Versions: " + ", ".join(f"{name} {version}" for name, version in result["versions"].items()),
         f"Ceilings measured in this run: {number(ceilings['flops_per_s'] / 1e9)} GFLOP/s (large matrix product), "
         f"{number(ceilings['bytes_per_s'] / 1e9)} GB/s (large copy, read + written)",
-        f"{result['repeats']} repeats, each of every variant of a group in shuffled order; disturbed by other programs: "
-        + (", ".join(_disturbed(result)) or "none"),
+        f"{result['repeats']} repeats, each of every variant of a group in shuffled order; disturbed by other "
+        "programs: " + (", ".join(_disturbed(result)) or "none"),
         "FLOP ratio: of the baseline "
-        "to the variant. Times faster: median of the ratios within a repeat. Saved: baseline less variant for one call, below 0 where "
-        "the variant takes more; ms: median of the differences within a repeat. Floor: the larger of FLOPs and fewest bytes over "
+        "to the variant. Times faster: median of the ratios within a repeat. Saved: baseline less variant for one "
+        "call, below 0 where "
+        "the variant takes more; ms: median of the differences within a repeat. Floor: the larger of FLOPs and fewest "
+        "bytes over "
         "their ceilings. How to read: benchmarks/README.md",
     ]
     codes: dict[str, list[str]] = {}

@@ -161,7 +161,8 @@ def run(
 def _add_memory(
     rows: list[dict[str, Any]], bench: Benchmark, group: Group, device: torch.device, dtype: torch.dtype
 ) -> list[str]:
-    """Adds the peak memory to the rows of the cases that measure it, and its ratio to the baseline's if that is no noise.
+    """Adds the peak memory to the rows of the cases that measure it, and its ratio to the baseline's if that
+    is no noise.
 
     Returns:
         A line for every case whose memory could not be measured: hours of times are not lost for it.
@@ -245,7 +246,9 @@ def run_and_write(
 
 
 def _record(folder: Path) -> dict[str, Any] | None:
-    """No settings of a folder of results; ``None`` if it holds anything else. Results of several benchmarks share one."""
+    """No settings of a folder of results; ``None`` if it holds anything else. Results of several benchmarks
+    share one.
+    """
     names = [path.name for path in folder.iterdir() if path.name not in OF_EVERY_FOLDER]
     return {} if all(re.fullmatch(r"\d{4}-\d\d-\d\d-.*\.(json|md|png)", name) for name in names) else None
 

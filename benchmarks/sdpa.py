@@ -1,4 +1,6 @@
-"""The baseline on a GPU: the fastest of the kernels behind PyTorch's ``scaled_dot_product_attention``, found by trying each."""
+"""The baseline on a GPU: the fastest of the kernels behind PyTorch's ``scaled_dot_product_attention``, found
+by trying each.
+"""
 
 from __future__ import annotations
 

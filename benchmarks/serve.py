@@ -1,8 +1,9 @@
-"""Benchmark "serve": ``generate_batch`` of transformers, many requests in one pool of cache memory, for a plain Llama and with levels.
+"""Benchmark "serve": ``generate_batch`` of transformers, many requests in one pool of cache memory, for a
+plain Llama and with levels.
 
-The pool has as many bytes for every variant. Four of the longest requests of the plain model fit into it, and the others wait until some have
-ended: a smaller cache means more requests at a time. On a CPU the plain model attends by SDPA with a mask over the tokens of all requests, which
-is what transformers has there.
+The pool has as many bytes for every variant. Four of the longest requests of the plain model fit into it, and
+the others wait until some have ended: a smaller cache means more requests at a time. On a CPU the plain model
+attends by SDPA with a mask over the tokens of all requests, which is what transformers has there.
 """
 
 from __future__ import annotations
@@ -86,7 +87,9 @@ class ServeWork:
         return self.blocks * PAGE_SIZE * self.token_nbytes
 
     def check(self) -> Iterator[Check]:
-        """The tokens of the first and the last request against ``generate``, each prompt in a call of its own."""
+        """The tokens of the first and the last request against ``generate``, each prompt in a call of its
+        own.
+        """
         found = self()
         for index in (0, -1):
             prompt = torch.tensor([self.prompts[index]], device=self.model.device)
@@ -151,7 +154,8 @@ def _case(label: str, shape: ModelShape, length: int, requests: int, device: tor
 
 @benchmark(
     "serve",
-    "generate_batch of transformers: 16 requests, prompts of S / 2 to S tokens and 64 new ones, in a pool of cache memory for four of them.",
+    "generate_batch of transformers: 16 requests, prompts of S / 2 to S tokens and 64 new ones, in a pool of cache "
+    "memory for four of them.",
     baseline=BASELINE,
     axis="S",
     quick={"cpu": (256,), "cuda": (1024,)},

@@ -1,11 +1,12 @@
-"""Benchmark "step": a whole training step of the small in-context regression models, ours against plain PyTorch.
+"""Benchmark "step": a whole training step of the small in-context regression models, ours against plain
+PyTorch.
 
-A step is forward, squared error, backward, clipping of the gradients to norm 1 and fused AdamW, on a batch of 64 prompts. The baseline
-is what a user would write: the same trunk with ``F.scaled_dot_product_attention`` heads; the other plain variant has
-``nn.MultiheadAttention``. Each is timed eagerly and compiled.
+A step is forward, squared error, backward, clipping of the gradients to norm 1 and fused AdamW, on a batch of
+64 prompts. The baseline is what a user would write: the same trunk with ``F.scaled_dot_product_attention``
+heads; the other plain variant has ``nn.MultiheadAttention``. Each is timed eagerly and compiled.
 
-After an untimed step weights and optimizer are set back, so that every step is the same one. What is checked is the
-loss and all gradients, against the same model in float64 with ``backend="reference"``.
+After an untimed step weights and optimizer are set back, so that every step is the same one. What is checked
+is the loss and all gradients, against the same model in float64 with ``backend="reference"``.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ def specs(shape: StepShape) -> dict[str, str]:
 
 
 class SDPAHeads(nn.Module):
-    """Attention as a user writes it: one projection for q, k and v, norms of q and k or none, ``scaled_dot_product_attention``.
+    """Attention as a user writes it: one projection for q, k and v, norms of q and k or none,
+    ``scaled_dot_product_attention``.
 
     Args:
         embed_dim, num_heads, qk_norm: as of ``Attention``.
@@ -108,7 +110,9 @@ class MultiheadHeads(nn.Module):
 
 
 def build_model(label: str, shape: StepShape) -> ICLRegressor:
-    """The model of a variant, in float32 on the CPU, random where weights start at zero: zeros would hide mistakes."""
+    """The model of a variant, in float32 on the CPU, random where weights start at zero: zeros would hide
+    mistakes.
+    """
     torch.manual_seed(SEED)
     model = ICLRegressor(
         specs(shape).get(label, "standard"),
@@ -175,7 +179,8 @@ class StepWork:
         self.code = "compiled" if is_compiled else "eager"
         self.loss: Callable[[Tensor, Tensor], Tensor] = partial(loss, model)
         if is_compiled:
-            # What is compiled is kept by code object: with one of its own, a variant is no new version of those before it.
+            # What is compiled is kept by code object: with one of its own, a variant is no new version of
+            # those before it.
             own = FunctionType(loss.__code__.replace(), loss.__globals__)
             self.loss = partial(torch.compile(own, fullgraph=True, dynamic=False), model)
             try:
@@ -267,5 +272,7 @@ def _case(label: str, shape: StepShape, mode: str, device: torch.device, dtype: 
     quick={"cpu": (16,), "cuda": (16,)},
 )
 def step(device: torch.device, dtype: torch.dtype) -> Iterator[Group]:
-    """Batch 64, 8 heads; E = 64 with 6 layers and 64 tokens, E = 16 with 4 layers and 24 tokens; eager and compiled."""
+    """Batch 64, 8 heads; E = 64 with 6 layers and 64 tokens, E = 16 with 4 layers and 24 tokens; eager and
+    compiled.
+    """
     return step_groups(device, dtype)

@@ -1,9 +1,10 @@
 """A storm of requests on the server: ``python -m benchmarks.storm --minutes 10``.
 
-Starts ``python -m structattn.serve --continuous-batching`` with a tiny structurized model, and an ``openai`` client that keeps two hundred
-requests of random lengths streaming, half of which begin as an earlier one does, and leaves a random quarter of them in the middle. It compares the tokens of all others with
-``generate()``, and at the end the number of free pages with that of the pool, and the memory of the server with what it was after a tenth of
-the time. It prints what it found, and exits with 1 if anything is wrong.
+Starts ``python -m structattn.serve --continuous-batching`` with a tiny structurized model, and an ``openai``
+client that keeps two hundred requests of random lengths streaming, half of which begin as an earlier one
+does, and leaves a random quarter of them in the middle. It compares the tokens of all others with
+``generate()``, and at the end the number of free pages with that of the pool, and the memory of the server
+with what it was after a tenth of the time. It prints what it found, and exits with 1 if anything is wrong.
 
 The server runs in a thread of this process, so that its pages can be counted; needs the extra ``serve``.
 """
@@ -220,7 +221,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{storm.right} right, {storm.wrong} wrong, {storm.failed} failed, {storm.left} left by the client\n"
         f"{counts.computed} tokens computed, {counts.shared} tokens of prompts shared\n"
         f"{leaked} of {sum(pool.num_pages for pool in pools)} pages leaked, in {len(pools)} pool\n"
-        f"memory {early / 2**20:.0f} MiB after a tenth of the time, {storm.memory[-1][1] / 2**20:.0f} at the end: {growth:+.1%}\n"
+        f"memory {early / 2**20:.0f} MiB after a tenth of the time, {storm.memory[-1][1] / 2**20:.0f} at the end: "
+        f"{growth:+.1%}\n"
     )
     return int(
         bool(storm.wrong or storm.failed or leaked or not storm.right or len(pools) != 1 or growth > given.growth)

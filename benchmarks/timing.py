@@ -1,4 +1,6 @@
-"""Measuring: correctness first, then all variants of a group in turn in one process, and the two ceilings of the machine."""
+"""Measuring: correctness first, then all variants of a group in turn in one process, and the two ceilings of
+the machine.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class Clock(Protocol):
     threads: int
 
     def time_ms(self, call: Callable[[], object], inner: int, prepare: Callable[[], object] | None = None) -> float:
-        """Milliseconds of one call, the mean of ``inner`` calls; ``prepare`` comes before each and is not timed."""
+        """Milliseconds of one call, the mean of ``inner`` calls; ``prepare`` comes before each and is not
+        timed.
+        """
         ...
 
 
@@ -71,13 +75,13 @@ class CpuClock:
 class CudaClock:
     """Time between two events around each call, with the L2 cache overwritten before it.
 
-    The calls are queued without waiting, so that the launch of one overlaps the overwriting before it; a call of many small
-    kernels is still bound by its launches, as it is for a user.
+    The calls are queued without waiting, so that the launch of one overlaps the overwriting before it; a call
+    of many small kernels is still bound by its launches, as it is for a user.
 
     Args:
         device: the GPU.
-        overwrites: how often the cache is overwritten. With ``QUEUED`` that takes longer than all launches of a call, so that the time of its
-            kernels alone is taken.
+        overwrites: how often the cache is overwritten. With ``QUEUED`` that takes longer than all launches of
+            a call, so that the time of its kernels alone is taken.
     """
 
     sample_ms = 10.0
@@ -167,7 +171,9 @@ def undisturbed(
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype, clock: Clock, *, repeats: int = 4) -> Ceilings:
-    """The fastest of ``repeats`` calls each, since a ceiling is what is possible; the driver asks after every group."""
+    """The fastest of ``repeats`` calls each, since a ceiling is what is possible; the driver asks after every
+    group.
+    """
     n = 8192 if device.type == "cuda" else 2048
     a, b = (torch.randn(n, n, dtype=dtype, device=device) for _ in range(2))
     part = torch.randint(-100, 100, (2**24,), dtype=torch.int8, device=device)
@@ -219,8 +225,8 @@ def measure_group(
 ) -> list[dict[str, Any]]:
     """Checks every case, then times all of them in turn.
 
-    Every repeat times each case once, in an order shuffled by a fixed seed: what else the machine does meets all alike, and
-    the ratio to the baseline is taken within a repeat.
+    Every repeat times each case once, in an order shuffled by a fixed seed: what else the machine does meets
+    all alike, and the ratio to the baseline is taken within a repeat.
 
     Args:
         group: what is measured.
@@ -232,8 +238,8 @@ def measure_group(
         left_out: gets a line for every variant that cannot run here.
 
     Returns:
-        One row of results per case that can run, in the order of the group; ``disturbed`` is the second result of
-        ``undisturbed``.
+        One row of results per case that can run, in the order of the group; ``disturbed`` is the second
+        result of ``undisturbed``.
 
     Raises:
         WrongResultError: a case is wrong.

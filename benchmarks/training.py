@@ -1,8 +1,8 @@
 """A training step of a language model, its attention exchanged for ours: part of benchmark "model".
 
-The model has learned positions and no norms of q and k, as in nanoGPT. A step is forward, cross entropy, backward, clipping of the
-gradients to norm 1 and fused AdamW, on 4,096 tokens in sequences of S. The baseline is the same model with attention as a user
-writes it, by ``F.scaled_dot_product_attention``.
+The model has learned positions and no norms of q and k, as in nanoGPT. A step is forward, cross entropy,
+backward, clipping of the gradients to norm 1 and fused AdamW, on 4,096 tokens in sequences of S. The baseline
+is the same model with attention as a user writes it, by ``F.scaled_dot_product_attention``.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ def _case(
         model = build_model(label, shape, length).to(device, dtype)
         generator = torch.Generator().manual_seed(SEED)
         text = torch.randint(VOCABULARY, (batch, length + 1), generator=generator).to(device)
-        # The definition would take minutes for long sequences, and a T x T matrix for every level; tests hold ``blocked`` to it.
+        # The definition would take minutes for long sequences, and a T x T matrix for every level; tests hold
+        # ``blocked`` to it.
         exact: Backend = "reference" if length <= MOST_DENSE else "blocked"
         return StepWork(
             model, loss, (text[:, :-1].contiguous(), text[:, 1:].contiguous()), is_compiled=False, exact=exact

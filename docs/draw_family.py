@@ -1,7 +1,7 @@
 """Draws the pictures of docs/family.md from the library's own matrices: ``python docs/draw_family.py``.
 
-Nothing is drawn unchecked: ``check_map`` builds both ends of every arrow and compares them, and every row of factors is
-multiplied out and compared with ``to_dense()``.
+Nothing is drawn unchecked: ``check_map`` builds both ends of every arrow and compares them, and every row of
+factors is multiplied out and compared with ``to_dense()``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ SIZE = 16  # of the matrices whose factors are shown
 
 
 def _write(fig: Figure, name: str) -> None:
-    """Writes a picture with a palette of 128 colours, which these flat ones do not miss, at a third of the size."""
+    """Writes a picture with a palette of 128 colours, which these flat ones do not miss, at a third of the
+    size.
+    """
     buffer = BytesIO()
     fig.savefig(buffer, dpi=DPI)
     plt.close(fig)
@@ -203,7 +205,9 @@ class Factor:
 
 
 def _shade(values: Tensor, colour: str) -> tuple[Tensor, LinearSegmentedColormap]:
-    """Absolute values with a floor, so that every entry that is not zero can be seen, on white to ``colour``."""
+    """Absolute values with a floor, so that every entry that is not zero can be seen, on white to
+    ``colour``.
+    """
     size = values.abs()
     shade = torch.where(size > 1e-9, 0.3 + 0.7 * (size / size.max()).sqrt(), torch.zeros_like(size))
     return shade, LinearSegmentedColormap.from_list("shade", ["white", colour])
@@ -228,7 +232,9 @@ def term_factors(m: MLBTC, level: int) -> list[Factor]:
 
 
 def stage_matrix(m: Butterfly, t: int) -> Tensor:
-    """Stage t (0-based) of a butterfly of rank 1 written out: it mixes one index and keeps those outside and inside."""
+    """Stage t (0-based) of a butterfly of rank 1 written out: it mixes one index and keeps those outside and
+    inside.
+    """
     (weight,) = m.used_stage(t)  # (outer, inner, m_t, n_t)
     outer, inner, high, wide = weight.shape
     out = torch.zeros(outer, high, inner, outer, wide, inner, dtype=weight.dtype)
@@ -359,7 +365,9 @@ def draw_stages() -> None:
 
 
 def block_ranks(m: StructuredMatrix, *, strided: bool) -> Tensor:
-    """The rank of each of the 8 x 8 submatrices of a matrix of size 64: contiguous blocks, or M[(:, k'), (k, :)]."""
+    """The rank of each of the 8 x 8 submatrices of a matrix of size 64: contiguous blocks, or M[(:, k'), (k,
+    :)].
+    """
     grid = m.to_dense().detach().reshape(8, 8, 8, 8)
     return torch.linalg.matrix_rank(grid.permute(1, 2, 0, 3) if strided else grid.permute(0, 2, 1, 3))
 

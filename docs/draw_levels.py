@@ -41,7 +41,9 @@ def _slices(ax: Axes) -> None:
 
 
 def _blocks(ax: Axes) -> None:
-    """The blocks of each level over the positions: full colour where the query is, a dot for a key that shares the block."""
+    """The blocks of each level over the positions: full colour where the query is, a dot for a key that
+    shares the block.
+    """
     for level, size in enumerate(LAYOUT.block_sizes):
         y = len(LAYOUT.ranks) - level
         for start in range(0, LENGTH, size):

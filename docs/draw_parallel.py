@@ -1,4 +1,6 @@
-"""Draws the picture of docs/parallel-extrapolation.md, from the simulation of the lab: ``python docs/draw_parallel.py``."""
+"""Draws the picture of docs/parallel-extrapolation.md, from the simulation of the lab:
+``python docs/draw_parallel.py``.
+"""
 
 from __future__ import annotations
 

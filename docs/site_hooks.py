@@ -23,7 +23,9 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the changelog, and the README and the results of benchmarks/, which are outside of docs/, to the site."""
+    """Adds the changelog, and the README and the results of benchmarks/, which are outside of docs/, to the
+    site.
+    """
     files.append(File.generated(config, "CHANGELOG.md", abs_src_path=str(ROOT / "CHANGELOG.md")))
     for path in [BENCHMARKS / "README.md", *sorted((BENCHMARKS / "results").rglob("*"))]:
         if path.suffix in {".md", ".png", ".json"}:
@@ -33,7 +35,9 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links to benchmarks/ are one folder less up on the site, and those of the changelog to docs/ one less down. In tables ``mlr:32\\|8`` needs its backslash elsewhere, but not here."""
+    """Links to benchmarks/ are one folder less up on the site, and those of the changelog to docs/ one less
+    down. In tables ``mlr:32\\|8`` needs its backslash elsewhere, but not here.
+    """
     markdown = markdown.replace("](../benchmarks/", "](benchmarks/").replace("](../../benchmarks/", "](../benchmarks/")
     if page.file.src_uri == "CHANGELOG.md":
         markdown = markdown.replace("](docs/", "](")

@@ -1,4 +1,5 @@
-"""Writes the table of docs/families.md from tiny random models of each family: ``python docs/write_families.py``.
+"""Writes the table of docs/families.md from tiny random models of each family:
+``python docs/write_families.py``.
 
 A test makes the same models, checks what the page says of them, and compares the table.
 """
@@ -475,7 +476,9 @@ EAGER = (
 
 
 def tiny(family: str, options: dict[str, Any] | None = None) -> PreTrainedModel:
-    """A tiny model of a family whose every parameter is far from its initial value; ``options``: others than those above."""
+    """A tiny model of a family whose every parameter is far from its initial value; ``options``: others than
+    those above.
+    """
     torch.manual_seed(0)
     config = CONFIG_MAPPING[family](**_SIZES | ((FAMILIES | RARE)[family] if options is None else options))
     model: PreTrainedModel = AutoModelForCausalLM.from_config(

@@ -1,4 +1,6 @@
-"""Writes the JSON schemas of the records from their dataclasses: ``python docs/write_schemas.py``, when a record changes."""
+"""Writes the JSON schemas of the records from their dataclasses: ``python docs/write_schemas.py``, when a
+record changes.
+"""
 
 import dataclasses
 import inspect
@@ -33,7 +35,9 @@ def schemas() -> dict[str, dict[str, Any]]:
 
 
 def json_schema(kind: type) -> dict[str, Any]:
-    """The JSON schema (draft 2020-12) of what ``read_as`` accepts for a dataclass; descriptions are those of the docstrings."""
+    """The JSON schema (draft 2020-12) of what ``read_as`` accepts for a dataclass; descriptions are those of
+    the docstrings.
+    """
     definitions: dict[str, Any] = {}
     root = _object_schema(kind, definitions)
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": kind.__name__}
@@ -79,7 +83,9 @@ def _object_schema(kind: type, definitions: dict[str, Any]) -> dict[str, Any]:
 
 
 def _descriptions(kind: type) -> dict[str, str]:
-    """The descriptions of fields in the docstrings of a dataclass and its bases; that of the dataclass under an empty name."""
+    """The descriptions of fields in the docstrings of a dataclass and its bases; that of the dataclass under
+    an empty name.
+    """
     found = {}
     for own in reversed([base for base in kind.__mro__ if dataclasses.is_dataclass(base)]):
         head, _, listing = inspect.cleandoc(own.__doc__ or "").partition("\n\nAttributes:\n")

@@ -1,7 +1,7 @@
 """Builds structattn-native with setuptools, and compiles the C++ code against the PyTorch that is installed.
 
-pip builds in an environment of its own, which hides the packages of the user's. PyTorch is found there nevertheless: another
-one would be a large download, and the compiled code would not fit the user's.
+pip builds in an environment of its own, which hides the packages of the user's. PyTorch is found there
+nevertheless: another one would be a large download, and the compiled code would not fit the user's.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ OLDEST = (2, 11)  # the oldest PyTorch that structattn allows
 
 @contextlib.contextmanager
 def installed_packages() -> Iterator[None]:
-    """Within it, the packages that this Python has outside the environment of the build can be imported as well."""
+    """Within it, the packages that this Python has outside the environment of the build can be imported as
+    well.
+    """
     command = [sys.executable, "-E", "-c", r"import sys; print(*sys.path, sep='\n')"]  # -E: without pip's PYTHONPATH
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     before = sys.path.copy()
@@ -56,7 +58,9 @@ def installed_packages() -> Iterator[None]:
 
 
 def needs_torch() -> list[str]:
-    """PyTorch, where there is none that structattn can use: in a new environment, or in one that is not a user's."""
+    """PyTorch, where there is none that structattn can use: in a new environment, or in one that is not a
+    user's.
+    """
     with installed_packages():
         try:
             found = metadata.version("torch")
@@ -93,5 +97,6 @@ class CompileCode(build_py):
                 compiler.compile_to(folder / compiler.library_name())
             except compiler.CompilationError as error:
                 raise CompileError(
-                    f"{error}\nSo structattn-native is not installed. structattn works without it, only slower on a CPU."
+                    f"{error}\nSo structattn-native is not installed. structattn works without it, only slower on a "
+                    "CPU."
                 ) from error

@@ -540,7 +540,8 @@ def test_steps_are_right_and_the_same_each_time() -> None:
             work.prepare()
             losses.append([float(work()), float(work())])
         assert losses[0][0] == pytest.approx(losses[1][0], rel=SAME_MODEL)
-        # A layer norm of one or two features has gradients that are rounding, and AdamW's first step is their sign.
+        # A layer norm of one or two features has gradients that are rounding, and AdamW's first step is their
+        # sign.
         assert losses[0][1] == pytest.approx(losses[1][1], rel=1e-2)
         assert losses[0][0] != pytest.approx(losses[0][1], rel=1e-3)  # weights moved
 

@@ -1,4 +1,6 @@
-"""The benchmark of context parallelism: all variants are right in processes that it starts, and what it says of their bytes is what the layouts count."""
+"""The benchmark of context parallelism: all variants are right in processes that it starts, and what it says
+of their bytes is what the layouts count.
+"""
 
 import multiprocessing
 

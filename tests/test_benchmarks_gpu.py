@@ -1,4 +1,6 @@
-"""The GPU command, rehearsed on a CPU: rows are done once, and what crashes or hangs ends only its own row."""
+"""The GPU command, rehearsed on a CPU: rows are done once, and what crashes or hangs ends only its own
+row.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The benchmarks of a Llama: logits are right, caches are as large as they say, and prompts take no more memory."""
+"""The benchmarks of a Llama: logits are right, caches are as large as they say, and prompts take no more
+memory.
+"""
 
 import importlib.util
 

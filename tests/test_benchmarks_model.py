@@ -1,4 +1,6 @@
-"""The benchmark of a whole model: its steps are right, its counted bytes and tokens are real, and so is what a step saves."""
+"""The benchmark of a whole model: its steps are right, its counted bytes and tokens are real, and so is what
+a step saves.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -70,7 +72,9 @@ class Labelled:
 
 
 def measured_steps():
-    """Rows of training steps of which one variant saves FLOPs and time, one saves FLOPs only, and one takes more of both."""
+    """Rows of training steps of which one variant saves FLOPs and time, one saves FLOPs only, and one takes
+    more of both.
+    """
     (group,) = training.training_groups(
         torch.device("cpu"), torch.float32, baseline="SDPA", shape=SHAPE_TRAINED, lengths=(512,), tokens=2**20
     )
@@ -127,7 +131,8 @@ def test_numbers_below_zero_are_written_as_those_above(value: float, text: str) 
 def test_the_largest_batch_is_counted(capsys) -> None:
     bench.main(["--device", "cpu", "--memory-gib", "80"])
     lines = {line[:24].strip(): int(line.split()[-2]) for line in capsys.readouterr().out.splitlines()[1:]}
-    # 32 layers x 2 x 8 heads x 128 numbers of 2 bytes are 128 KiB per token, and there are 5.9 billion weights.
+    # 32 layers x 2 x 8 heads x 128 numbers of 2 bytes are 128 KiB per token, and there are 5.9 billion
+    # weights.
     weights = 2 * (32 * (2.5 + 8) * 4096**2 + 2 * 32_000 * 4096)
     assert lines[bench.BASELINE] == int((80 * 2**30 - weights) / (32768 * 131072))
     assert lines["mlr 8 levels, values"] == pytest.approx(4 * lines[bench.BASELINE], abs=4)

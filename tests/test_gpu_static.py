@@ -1,4 +1,6 @@
-"""The page of what compilers say of the kernels: it is what was compiled, and machine code is read rightly."""
+"""The page of what compilers say of the kernels: it is what was compiled, and machine code is read
+rightly.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ def test_every_kernel_of_every_shape_is_compiled() -> None:
 
 
 def test_kernels_fit_and_16_bit_ones_use_tensor_cores() -> None:
-    """What the page shows must not get worse unseen: it is compiled again with every change of the kernels."""
+    """What the page shows must not get worse unseen: it is compiled again with every change of the
+    kernels.
+    """
     for key, found in DATA["kernels"].items():
         assert found["shared"] <= static.SHARED_LIMITS[key.rpartition("/")[2]], key
         assert found["loops"], key

@@ -1,4 +1,6 @@
-"""A number of a spec that is far too large is an error, or works, at once: never minutes of work or a failed allocation."""
+"""A number of a spec that is far too large is an error, or works, at once: never minutes of work or a failed
+allocation.
+"""
 
 import re
 import time

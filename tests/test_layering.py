@@ -1,4 +1,6 @@
-"""A file imports only from floors below its own, or from its own folder: the imports are parsed, not trusted."""
+"""A file imports only from floors below its own, or from its own folder: the imports are parsed, not
+trusted.
+"""
 
 import ast
 import sys
@@ -90,7 +92,8 @@ def test_imports_go_down_the_floors() -> None:
             assert target.split(".")[0] != "testing", f"{module} imports testing"
             other, theirs = floor(target)
             assert theirs < own or other == name, f"{module} (floor {own}) imports {target} (floor {theirs})"
-    # Every file imports something of the package, but for a few; so none is left out by a mistake of this parser.
+    # Every file imports something of the package, but for a few; so none is left out by a mistake of this
+    # parser.
     held = {
         module: path for module, path in modules() if module.split(".")[0] not in OUTSIDE and module not in FRONT_DOORS
     }
@@ -109,7 +112,9 @@ def test_an_import_that_goes_up_is_found(tmp_path) -> None:
 
 
 def circles() -> list[set[str]]:
-    """Groups of files that import each other, directly or through others; imports under ``TYPE_CHECKING`` count."""
+    """Groups of files that import each other, directly or through others; imports under ``TYPE_CHECKING``
+    count.
+    """
     graph = {name: {target for target in imported(path) if target and target != name} for name, path in modules()}
     reach: dict[str, set[str]] = {}
     for start in graph:

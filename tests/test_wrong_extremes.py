@@ -1,4 +1,6 @@
-"""Values at the far ends: sizes that no machine holds, names that no file has, endless texts, numbers beyond float32, tensors of rare kinds."""
+"""Values at the far ends: sizes that no machine holds, names that no file has, endless texts, numbers beyond
+float32, tensors of rare kinds.
+"""
 
 import pytest
 import torch

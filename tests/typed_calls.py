@@ -1,4 +1,6 @@
-"""Calls as users write them, with lists instead of tuples: mypy checks that the types allow them, a test checks the results."""
+"""Calls as users write them, with lists instead of tuples: mypy checks that the types allow them, a test
+checks the results.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def with_lists_and_tuples() -> list[tuple[Any, Any]]:
 
 
 def calls_with_plain_values(return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
-    """A script of a user: lists for ranks, a device by its name, a spec as an object, a bool that is not known to mypy."""
+    """A script of a user: lists for ranks, a device by its name, a spec as an object, a bool that is not
+    known to mypy.
+    """
     layout = sa.LevelLayout.halving([4, 4], 8)
     attention = sa.Attention(8, 1, layout=layout, device="cpu", dtype=torch.float64)
     q, k, v, scale = attention.project(torch.zeros(1, 3, 8, dtype=torch.float64, device="cpu"))

@@ -1,4 +1,6 @@
-"""``python -m benchmarks.gpu --minutes 10 --out DIR``: checks, tiles, speed and training on a GPU, most valuable first."""
+"""``python -m benchmarks.gpu --minutes 10 --out DIR``: checks, tiles, speed and training on a GPU, most
+valuable first.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ def run(*, minutes: float, out: Path | None, only: str, rehearse: bool, jobs: in
 
     Args:
         minutes: no row starts after them.
-        out: folder of the results, which a later call continues; ``None``: nothing is kept, and all rows are done.
+        out: folder of the results, which a later call continues; ``None``: nothing is kept, and all rows are
+            done.
         only: a regular expression that names of rows must match.
         rehearse: tiny sizes on the CPU.
         jobs: rows at the same time.

@@ -1,4 +1,6 @@
-"""Part "check": every feature of the kernels through the public functions, against the definition in float64."""
+"""Part "check": every feature of the kernels through the public functions, against the definition in
+float64.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,8 @@ class Feature:
         layout: of a context length.
         options: of the call, made for its sizes; tensors that require gradients are checked too.
         modes: in which it is checked.
-        backend: ``"auto"`` where no kernel has the feature: then what is chosen instead is checked on the GPU.
+        backend: ``"auto"`` where no kernel has the feature: then what is chosen instead is checked on the
+            GPU.
         extra_queries: T - S.
         is_core: whether it is among the first rows.
     """
@@ -182,7 +185,9 @@ FEATURES: dict[str, Feature] = {
 
 
 def rows(settings: Settings) -> Iterator[Row]:
-    """Rank 0: bfloat16 (rehearsed: float32) and what most calls have; 1: everything else in it; 4: the other dtypes."""
+    """Rank 0: bfloat16 (rehearsed: float32) and what most calls have; 1: everything else in it; 4: the other
+    dtypes.
+    """
     # The interpreter computes bfloat16 wrongly.
     dtypes = {name: x for name, x in DTYPES.items() if not (settings.rehearse and x == torch.bfloat16)}
     first = "float32" if settings.rehearse else "bfloat16"
@@ -291,7 +296,9 @@ def _compared(names: list[str], actual: list[Tensor], exact: list[Tensor], dtype
 
 
 def _cached(feature: Feature, mode: str, dtype: torch.dtype, settings: Settings) -> dict[str, Any]:
-    """Steps of one and of several tokens over a ``LevelCache``, by the kernel, against the definition over all keys."""
+    """Steps of one and of several tokens over a ``LevelCache``, by the kernel, against the definition over
+    all keys.
+    """
     torch.manual_seed(0)
     layout, sizes = _sizes(feature, mode, settings)
     q, k, v = _tensors(layout.head_dim if layout else 64, sizes, dtype)
@@ -318,7 +325,9 @@ def _cached(feature: Feature, mode: str, dtype: torch.dtype, settings: Settings)
 
 
 def _divided(feature: Feature, mode: str, dtype: torch.dtype, settings: Settings) -> dict[str, Any]:
-    """``context_parallel`` in a group of this process alone, by NCCL on a GPU: its collectives, kernels and gradients, but nothing travels."""
+    """``context_parallel`` in a group of this process alone, by NCCL on a GPU: its collectives, kernels and
+    gradients, but nothing travels.
+    """
     torch.manual_seed(0)
     layout, sizes = _sizes(feature, mode, settings)
     tensors = _tensors(layout.head_dim if layout else 64, sizes, dtype)

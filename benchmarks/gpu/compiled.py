@@ -1,4 +1,6 @@
-"""The kernels compiled for GPUs that need not be there, and what the machine code shows. Needs Triton without its interpreter."""
+"""The kernels compiled for GPUs that need not be there, and what the machine code shows. Needs Triton without
+its interpreter.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Plain causal attention as a Triton kernel without levels, to compare machine code with: what a tile costs where there is nothing else.
+"""Plain causal attention as a Triton kernel without levels, to compare machine code with: what a tile costs
+where there is nothing else.
 
-Source: Dao 2023 (FlashAttention-2): a running softmax, keys before the tile without a mask, those beside it with one.
+Source: Dao 2023 (FlashAttention-2): a running softmax, keys before the tile without a mask, those beside it
+    with one.
 """
 # mypy: ignore-errors
 

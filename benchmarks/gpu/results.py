@@ -1,4 +1,6 @@
-"""The results of a run: one JSON file that is written after every row, and the Markdown file and the summary made from it."""
+"""The results of a run: one JSON file that is written after every row, and the Markdown file and the summary
+made from it.
+"""
 
 from __future__ import annotations
 

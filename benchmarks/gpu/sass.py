@@ -1,4 +1,6 @@
-"""Machine code of NVIDIA GPUs, as ``nvdisasm -c`` prints it: its innermost loops and their instructions by kind."""
+"""Machine code of NVIDIA GPUs, as ``nvdisasm -c`` prints it: its innermost loops and their instructions by
+kind.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +52,8 @@ class Loop:
 def loops_of(code: str) -> tuple[Loop, ...]:
     """The innermost loops that multiply matrices, in the order of the code.
 
-    A loop is what lies between a label and a later jump to it; it multiplies matrices if it has instructions of tensor cores, or, where a
-    kernel has none at all, at least 32 of kind ``multiply``.
+    A loop is what lies between a label and a later jump to it; it multiplies matrices if it has instructions
+    of tensor cores, or, where a kernel has none at all, at least 32 of kind ``multiply``.
     """
     names, labels, jumps = [], dict[str, int](), list[tuple[int, int]]()
     for line in code.splitlines():

@@ -1,4 +1,6 @@
-"""Part "speed": the benchmarks "attention", "decode" and "model" one variant at a time, each beside its baseline."""
+"""Part "speed": the benchmarks "attention", "decode" and "model" one variant at a time, each beside its
+baseline.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,9 @@ def _measured(group: Group, settings: Settings) -> dict[str, Any]:
 
 
 def _compared(group: Group, settings: Settings) -> dict[str, Any]:
-    """The times of a variant and of its baseline, and how near they are to the rates that the device showed right after."""
+    """The times of a variant and of its baseline, and how near they are to the rates that the device showed
+    right after.
+    """
     device, dtype = settings.device, _dtype(settings)
     clock: Clock = CpuClock() if settings.rehearse else CudaClock(device)
     left_out: list[str] = []

@@ -1,4 +1,5 @@
-"""Compiles every kernel for GPUs that are not there, and writes docs/gpu-static.md: ``python -m benchmarks.gpu.static``.
+"""Compiles every kernel for GPUs that are not there, and writes docs/gpu-static.md:
+``python -m benchmarks.gpu.static``.
 
 What was compiled is kept in ``benchmarks/results/gpu-static.json``, and compiled again only with ``--again``.
 """
@@ -24,14 +25,16 @@ if TYPE_CHECKING:
     from benchmarks.gpu.compiled import Source
 
 CAPABILITIES = ((8, 0), (8, 9), (9, 0), (10, 0))
-# What a block can have, in bytes: CUDA C++ Programming Guide, technical specifications per compute capability.
+# What a block can have, in bytes: CUDA C++ Programming Guide, technical specifications per compute
+# capability.
 SHARED_LIMITS = {"8.0": 163 * 1024, "8.9": 99 * 1024, "9.0": 227 * 1024, "10.0": 227 * 1024}
 DATA = ROOT / "benchmarks" / "results" / "gpu-static.json"
 PAGE = ROOT / "docs" / "gpu-static.md"
 CONTEXT = 8192
 PLAIN = "no levels at all"
-# Of one multiprocessor in one clock: FLOPs of dense 16-bit products (NVIDIA's architecture white papers: A100, L4, H100, B200), and
-# exponentials (CUDA C++ Programming Guide, throughput of native arithmetic instructions). All issue 4 instructions of 32 threads.
+# Of one multiprocessor in one clock: FLOPs of dense 16-bit products (NVIDIA's architecture white papers:
+# A100, L4, H100, B200), and exponentials (CUDA C++ Programming Guide, throughput of native arithmetic
+# instructions). All issue 4 instructions of 32 threads.
 TENSOR_FLOPS = {"8.0": 2048, "8.9": 1024, "9.0": 4096, "10.0": 8192}
 EXPONENTIALS, ISSUED = 16, 128
 BF16, FLOAT32 = torch.bfloat16, torch.float32
@@ -75,7 +78,9 @@ def all_sources() -> Iterator[tuple[str, Source]]:
 
 
 def compile_all(*, again: bool = False, minutes: float = 60.0) -> dict[str, Any]:
-    """Compiles what is missing, keeps each result as soon as it is there, and drops what is no kernel of a shape any more."""
+    """Compiles what is missing, keeps each result as soon as it is there, and drops what is no kernel of a
+    shape any more.
+    """
     import triton
 
     from benchmarks.gpu.compiled import compile_for
@@ -100,7 +105,9 @@ def _text(data: dict[str, Any]) -> str:
 
 
 def _far_loop(found: dict[str, Any]) -> dict[str, Any]:
-    """The loop of most pairs in a long sequence: that over far keys, which multiplies the fewest dimensions."""
+    """The loop of most pairs in a long sequence: that over far keys, which multiplies the fewest
+    dimensions.
+    """
     kind = "tensor" if any(loop["kinds"]["tensor"] for loop in found["loops"]) else "multiply"
     return min(found["loops"], key=lambda loop: (loop["kinds"][kind], loop["total"]))
 
@@ -167,15 +174,20 @@ def _sentences(data: dict[str, Any]) -> list[str]:
     of_wide = (kernels[f"bfloat16, D=128, 4 levels/{name}/9.0"] for name in ("grad_keys", "grad_queries"))
     dims = [_per_pair(x, _far_loop(x)["total"]) for x in of_wide]
     return [
-        f"- {len(kernels)} kernels compile: {len(_kernels(data))} for each of {len(SHARED_LIMITS)} compute capabilities.",
+        f"- {len(kernels)} kernels compile: {len(_kernels(data))} for each of {len(SHARED_LIMITS)} compute "
+        "capabilities.",
         f"- Registers that do not fit (spills): {_named(spilled, len(kernels))}; "
-        f"at most {max(found['stack'] for found in kernels.values())} bytes per thread; inside of a loop: {_named(in_loops, len(kernels))}.",
-        f"- More shared memory than a block has: {_named(over, len(kernels))}. The most is {kernels[largest]['shared'] / 1024:.0f} KiB "
+        f"at most {max(found['stack'] for found in kernels.values())} bytes per thread; inside of a loop: "
+        f"{_named(in_loops, len(kernels))}.",
+        f"- More shared memory than a block has: {_named(over, len(kernels))}. The most is "
+        f"{kernels[largest]['shared'] / 1024:.0f} KiB "
         f"({largest}); 8.9 has 99.",
         f"- 16-bit kernels with a loop of products without tensor cores: {_named(without, len(halves))}.",
-        f"- Where to save next: of a far pair ({EIGHT_LEVELS}, 9.0) the gradients of keys and values take {sides[0]:.1f} instructions, that of queries "
+        f"- Where to save next: of a far pair ({EIGHT_LEVELS}, 9.0) the gradients of keys and values take "
+        f"{sides[0]:.1f} instructions, that of queries "
         f"{sides[1]:.1f}. The first has one product more, and smaller tiles.",
-        f"- And for D = 128: {dims[0]:.1f} and {dims[1]:.1f} instructions for the same gradients, with 64 x 32 pairs for 256 threads. Larger tiles do not fit into the "
+        f"- And for D = 128: {dims[0]:.1f} and {dims[1]:.1f} instructions for the same gradients, with 64 x 32 pairs "
+        "for 256 threads. Larger tiles do not fit into the "
         "memory of 8.9 beside a second stage; the search tries them.",
     ]
 

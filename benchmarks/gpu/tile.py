@@ -1,4 +1,6 @@
-"""Part "tile": a search for the fastest tiles of each kernel and shape, written as a table that ``ops/triton/config.py`` reads."""
+"""Part "tile": a search for the fastest tiles of each kernel and shape, written as a table that
+``ops/triton/config.py`` reads.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,8 @@ SHAPES = [
     for levels in (8, 4, 1)
     for values in ((False, True) if levels > 1 else (False,))
 ]
-# Own rows, walked rows, warps, stages; those that need more shared memory than there is fail quickly, and say so.
+# Own rows, walked rows, warps, stages; those that need more shared memory than there is fail quickly, and say
+# so.
 CANDIDATES = {
     "forward": [
         *((128, 64, 8, 3), (128, 64, 8, 2), (128, 64, 4, 3), (128, 128, 8, 2), (128, 32, 8, 3), (128, 32, 4, 3)),
@@ -99,7 +102,9 @@ def candidates(kernel: str, itemsize: int) -> list[tuple[int, int, int, int]]:
 
 
 def rows(settings: Settings) -> Iterator[Row]:
-    """Rank 2: 8 levels of 64 dimensions; 4: the other shapes of 16 bits; 6: float32. A rehearsal has two candidates."""
+    """Rank 2: 8 levels of 64 dimensions; 4: the other shapes of 16 bits; 6: float32. A rehearsal has two
+    candidates.
+    """
     for shape in REHEARSED if settings.rehearse else SHAPES:
         for kernel in CANDIDATES:
             tried: list[tuple[int, int, int, int] | None] = [None, *candidates(kernel, shape.itemsize)]
@@ -127,7 +132,8 @@ def _row(
 def _measured(
     kernel: str, shape: Shape, numbers: tuple[int, int, int, int] | None, settings: Settings
 ) -> dict[str, Any]:
-    """Compiles a kernel while others are measured, compares its result with float64, then times it while no other row uses the GPU.
+    """Compiles a kernel while others are measured, compares its result with float64, then times it while no
+    other row uses the GPU.
 
     Raises:
         CaseUnavailableError: the tiles need more shared memory than there is.
@@ -149,7 +155,9 @@ def _measured(
 
 
 def _timed(kernel: str, shape: Shape, asked: Tiles | None, settings: Settings) -> dict[str, Any]:
-    """The tiles that the kernel takes, its error, and the median of its time; ``asked`` are those that it should take."""
+    """The tiles that the kernel takes, its error, and the median of its time; ``asked`` are those that it
+    should take.
+    """
     from triton.runtime.errors import OutOfResources
 
     dtype = DTYPES[shape.itemsize]
@@ -211,7 +219,9 @@ def _turn(settings: Settings) -> Iterator[None]:
 
 
 class Direct:
-    """A call of ``structured_attention``, of which the forward or the backward pass or a decoding step is timed."""
+    """A call of ``structured_attention``, of which the forward or the backward pass or a decoding step is
+    timed.
+    """
 
     def __init__(self, kernel: str, shape: Shape, dtype: torch.dtype, settings: Settings) -> None:
         self.kernel, self.is_gradient = kernel, kernel.startswith("grad")

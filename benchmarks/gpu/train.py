@@ -1,4 +1,6 @@
-"""Part "train": language models of the paper's shape by ``studies.compare``, for the minutes that are left; what is stopped goes on from its checkpoint."""
+"""Part "train": language models of the paper's shape by ``studies.compare``, for the minutes that are left;
+what is stopped goes on from its checkpoint.
+"""
 
 from __future__ import annotations
 

@@ -24,7 +24,9 @@ LONGEST_MESSAGE = 600
 
 
 def outcome(row: Row, settings: Settings) -> dict[str, Any]:
-    """What a row gave: its numbers with the status ``ok``, or ``wrong``, ``unavailable`` or ``error`` with a message."""
+    """What a row gave: its numbers with the status ``ok``, or ``wrong``, ``unavailable`` or ``error`` with a
+    message.
+    """
     try:
         found = {"status": "ok"} | row.run()
         json.dumps(found, allow_nan=False)  # raises for what no file of results can hold

@@ -1,8 +1,9 @@
 """Text for a teacher that looks things up: ``python docs/results/lookup_text.py TEXT OUT.jsonl [--keys]``.
 
-TEXT holds documents that start with "PEP: ". OUT gets them as JSON lines, and among them lookup documents: passages of random words that come
-again later, with lines of the text between. With ``--keys`` all documents have pass keys, as the windows of train_teacher.py have them: text to
-calibrate and heal on. Both are for training alone: the validation and test splits of ``structattn data prepare text`` get none.
+TEXT holds documents that start with "PEP: ". OUT gets them as JSON lines, and among them lookup documents:
+passages of random words that come again later, with lines of the text between. With ``--keys`` all documents
+have pass keys, as the windows of train_teacher.py have them: text to calibrate and heal on. Both are for
+training alone: the validation and test splits of ``structattn data prepare text`` get none.
 """
 
 import argparse
@@ -25,7 +26,9 @@ SECTION = 1500  # characters, about a window of 512 tokens
 
 
 def lookup_document(made: random.Random, words: list[str], lines: list[str]) -> str:
-    """Passages of 8 to 24 random words, half of them new and half of them repeated, with up to 8 lines of text between."""
+    """Passages of 8 to 24 random words, half of them new and half of them repeated, with up to 8 lines of
+    text between.
+    """
     passages, parts = [], []
     while sum(map(len, parts)) < CHARACTERS:
         if not passages or made.random() < 0.4:
@@ -49,7 +52,9 @@ def in_training(change: Callable[[str], str], document: str) -> str:
 
 
 def with_keys(made: random.Random, document: str) -> str:
-    """The document with a passage of the preset ``result`` at many places; every ``SECTION`` characters it is another one."""
+    """The document with a passage of the preset ``result`` at many places; every ``SECTION`` characters it is
+    another one.
+    """
     parts, place, end = [], 0, 0
     while place < len(document):
         if place >= end:

@@ -1,7 +1,9 @@
-"""Trains a small Llama as a teacher for ``structattn compare uptraining``: ``python docs/results/train_teacher.py CORPUS OUT``.
+"""Trains a small Llama as a teacher for ``structattn compare uptraining``:
+``python docs/results/train_teacher.py CORPUS OUT``.
 
-CORPUS is a folder of ``structattn data prepare text --tokens bpe --vocab-size 1024``, of the text that lookup_text.py wrote; OUT gets the
-model and its tokenizer, as transformers saves them. Training goes on from its last checkpoint if it is started again.
+CORPUS is a folder of ``structattn data prepare text --tokens bpe --vocab-size 1024``, of the text that
+lookup_text.py wrote; OUT gets the model and its tokenizer, as transformers saves them. Training goes on from
+its last checkpoint if it is started again.
 """
 
 import argparse

@@ -1,10 +1,11 @@
 """structattn: softmax attention whose inductive bias is chosen by the structure of its score.
 
-An attention variant is a *scoring* (how hidden states become queries and keys) and a *layout* (which dimensions a pair at a given
-distance shares); one op, ``structured_attention``, computes them all. Importing the package needs torch, NumPy and safetensors only.
+An attention variant is a *scoring* (how hidden states become queries and keys) and a *layout* (which
+dimensions a pair at a given distance shares); one op, ``structured_attention``, computes them all. Importing
+the package needs torch, NumPy and safetensors only.
 
-Public names are imported at their first use. ``structattn --help`` and the errors of the command line then answer without PyTorch, whose
-import takes seconds.
+Public names are imported at their first use. ``structattn --help`` and the errors of the command line then
+answer without PyTorch, whose import takes seconds.
 """
 
 from __future__ import annotations

@@ -31,7 +31,9 @@ def shortened(text: str, longest: int = 200) -> str:
 
 
 def quoted(value: object, longest: int = 200) -> str:
-    """A wrong value as Python writes it, so that every letter can be printed; only its beginning where it is long."""
+    """A wrong value as Python writes it, so that every letter can be printed; only its beginning where it is
+    long.
+    """
     return shortened(repr(value), longest)
 
 
@@ -56,12 +58,16 @@ def describe(value: object) -> str:
 
 
 def is_int(value: object) -> bool:
-    """Whether a value is an int, or the symbolic int that PyTorch uses instead while it traces; a bool is not."""
+    """Whether a value is an int, or the symbolic int that PyTorch uses instead while it traces; a bool is
+    not.
+    """
     return isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
 
 
 def holds(condition: bool | torch.SymBool) -> bool:
-    """Whether a comparison of lengths is true; in a program that is exported, whether it is so at every length it may be given."""
+    """Whether a comparison of lengths is true; in a program that is exported, whether it is so at every
+    length it may be given.
+    """
     if torch.compiler.is_exporting():
         from torch.fx.experimental.symbolic_shapes import statically_known_true  # it takes long to import
 
@@ -70,7 +76,9 @@ def holds(condition: bool | torch.SymBool) -> bool:
 
 
 def check_int(name: str, value: Any, *, minimum: int | None = None, maximum: int | None = None) -> None:
-    """Raises ``ConfigError`` unless ``value`` is an int within the bounds, both included; a bool is not an int."""
+    """Raises ``ConfigError`` unless ``value`` is an int within the bounds, both included; a bool is not an
+    int.
+    """
     if not (is_int(value) and (minimum is None or value >= minimum) and (maximum is None or value <= maximum)):
         raise ConfigError(f"{name} must be an int{_bounds(minimum, maximum)}, got {describe(value)}")
 
@@ -82,7 +90,8 @@ def check_size(name: str, value: Any, maximum: int = MAX_SIZE) -> None:
 
 
 def check_sizes(name: str, values: Any, *, entry: str = "entry", maximum: int = MAX_SIZE) -> tuple[int, ...]:
-    """The values as a tuple; raises ``ConfigError`` unless they are a sequence of ints from 1 to the largest size.
+    """The values as a tuple; raises ``ConfigError`` unless they are a sequence of ints from 1 to the largest
+    size.
 
     Args:
         entry: what one of them is, as ``"level"``; they are counted from 1.
@@ -128,7 +137,9 @@ def check_number(
 
 
 def check_scale(name: str, value: Any) -> None:
-    """Raises ``ConfigError`` unless ``value`` is a number that others can be multiplied by and stay finite in float32."""
+    """Raises ``ConfigError`` unless ``value`` is a number that others can be multiplied by and stay finite in
+    float32.
+    """
     check_number(name, value)
     if not -MAX_SCALE <= value <= MAX_SCALE:
         raise ConfigError(f"{name} must be from {-MAX_SCALE} to {MAX_SCALE}, got {describe(value)}")
@@ -174,7 +185,9 @@ def check_path(name: str, value: Any) -> Path:
 
 
 def check_tensor(name: str, value: Any) -> None:
-    """Raises ``ShapeError`` unless ``value`` is a dense tensor: not an array, a list, ``None``, sparse, nested or distributed."""
+    """Raises ``ShapeError`` unless ``value`` is a dense tensor: not an array, a list, ``None``, sparse,
+    nested or distributed.
+    """
     if not isinstance(value, Tensor):
         remedy = "; torch.as_tensor makes one" if isinstance(value, list | tuple) or hasattr(value, "__array__") else ""
         raise ShapeError(f"{name} must be a torch.Tensor, got {describe(value)}{remedy}")
@@ -193,7 +206,9 @@ def check_tensor(name: str, value: Any) -> None:
 
 
 def check_like(name: str, value: Tensor, parameter: Tensor) -> None:
-    """Raises ``ShapeError`` unless ``value`` can be combined with a parameter: one device, and one dtype unless autocast casts both."""
+    """Raises ``ShapeError`` unless ``value`` can be combined with a parameter: one device, and one dtype
+    unless autocast casts both.
+    """
     if value.device != parameter.device:
         raise ShapeError(f"{name} is on {value.device}, the parameters are on {parameter.device}; move one of them")
     if value.dtype != parameter.dtype and not (is_autocast(value) and is_autocast(parameter)):
@@ -201,7 +216,9 @@ def check_like(name: str, value: Tensor, parameter: Tensor) -> None:
 
 
 def no_autocast() -> bool:
-    """Whether autocast is known to be off for all devices: the cheap check, which is enough for most calls."""
+    """Whether autocast is known to be off for all devices: the cheap check, which is enough for most
+    calls.
+    """
     return not torch.compiler.is_compiling() and not torch._C._is_any_autocast_enabled()
 
 
@@ -216,25 +233,31 @@ def is_autocast(value: Tensor) -> bool:
 
 
 def check_int_tensor(name: str, value: Any, shape: tuple[int | None, ...]) -> None:
-    """Raises ``ShapeError`` unless ``value`` is a tensor of ints of that shape, in which ``None`` is any size."""
+    """Raises ``ShapeError`` unless ``value`` is a tensor of ints of that shape, in which ``None`` is any
+    size.
+    """
     check_tensor(name, value)
     fits = value.dim() == len(shape) and all(b in (None, a) for a, b in zip(value.shape, shape, strict=True))
     if not (fits and value.dtype in INT_DTYPES):
         wanted = ", ".join("any" if size is None else str(size) for size in shape) + ("," if len(shape) == 1 else "")
         raise ShapeError(
-            f"{name} must be ints (such as torch.int64) of shape ({wanted}), got {value.dtype} of shape {tuple(value.shape)}"
+            f"{name} must be ints (such as torch.int64) of shape ({wanted}), got {value.dtype} of shape "
+            f"{tuple(value.shape)}"
         )
 
 
 def check_sequences(batch: int, left_padding: Any, cu_seqlens: Any) -> None:
-    """Raises ``ShapeError`` unless the padding of a batch, or the offsets of sequences packed into one row, have its shape."""
+    """Raises ``ShapeError`` unless the padding of a batch, or the offsets of sequences packed into one row,
+    have its shape.
+    """
     if left_padding is not None:
         check_int_tensor("left_padding", left_padding, (batch,))
     if cu_seqlens is not None:
         check_int_tensor("cu_seqlens", cu_seqlens, (None,))
         if batch != 1 or cu_seqlens.shape[0] < 2:
             raise ShapeError(
-                f"cu_seqlens holds the offsets of at least one sequence in one batch row: got {cu_seqlens.shape[0]} offsets and "
+                f"cu_seqlens holds the offsets of at least one sequence in one batch row: got {cu_seqlens.shape[0]} "
+                "offsets and "
                 f"batch {batch}"
             )
 
@@ -258,7 +281,8 @@ def _is_of(value: Any, hint: Any) -> bool:
 
 
 def check_field_types(config: Any, prefix: str = "") -> None:
-    """Raises ``ConfigError`` unless each field of a dataclass has a value of the type that is declared for it.
+    """Raises ``ConfigError`` unless each field of a dataclass has a value of the type that is declared for
+    it.
 
     Args:
         config: a dataclass. Tuples of declared entries of one type may be lists; a ``float`` may be an int.

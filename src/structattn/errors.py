@@ -1,7 +1,7 @@
 """The exceptions and warnings of structattn.
 
-Every mistake that a user can make raises one of these, with what was expected, what came and what to do. ``assert`` is
-kept for our own invariants.
+Every mistake that a user can make raises one of these, with what was expected, what came and what to do.
+``assert`` is kept for our own invariants.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ class ConfigError(StructAttnError, ValueError):
 
 
 class NotRegisteredError(ConfigError):
-    """A name, such as that of a form of specs or of a task, that nothing in this process defines, or whose package cannot be imported.
+    """A name, such as that of a form of specs or of a task, that nothing in this process defines, or whose
+    package cannot be imported.
 
     Args:
         message: for who wrote the name.
@@ -41,7 +42,9 @@ class BackendUnavailableError(StructAttnError, RuntimeError):
 
 
 class DerivativeError(StructAttnError, RuntimeError):
-    """A derivative was asked for that the path which runs a call cannot give; the message names one that can."""
+    """A derivative was asked for that the path which runs a call cannot give; the message names one that
+    can.
+    """
 
 
 class DataError(StructAttnError, ValueError):
@@ -61,7 +64,9 @@ class GenerationError(StructAttnError, RuntimeError):
 
 
 class CalibrationError(StructAttnError, RuntimeError):
-    """The activations of a model hold NaN or infinity, from which nothing can be learned; the message says where."""
+    """The activations of a model hold NaN or infinity, from which nothing can be learned; the message says
+    where.
+    """
 
 
 class TrainingDivergedError(StructAttnError, RuntimeError):

@@ -1,7 +1,8 @@
 """What other packages add: entry points of installed ones, and modules that the environment names.
 
-``STRUCTATTN_IMPORT=my_attention,my_task`` names modules that need no installation. They are imported, from the current folder or the path of Python,
-when a name is asked for that nothing else knows. Processes that are started from this one do the same.
+``STRUCTATTN_IMPORT=my_attention,my_task`` names modules that need no installation. They are imported, from
+the current folder or the path of Python, when a name is asked for that nothing else knows. Processes that are
+started from this one do the same.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ def import_modules() -> None:
 
 @functools.cache
 def installed(group: str) -> dict[str, tuple[EntryPoint, ...]]:
-    """The entry points of a group, by name: one each, unless several packages give the same name to different objects."""
+    """The entry points of a group, by name: one each, unless several packages give the same name to different
+    objects.
+    """
     found: dict[str, dict[str, EntryPoint]] = {}
     for point in entry_points(group=group):
         found.setdefault(point.name, {}).setdefault(point.value, point)  # a package may be found twice

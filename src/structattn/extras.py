@@ -1,7 +1,7 @@
 """The commands that install optional parts of this package, for error messages.
 
-The package is on no index, where ``pip install 'structattn[train]'`` finds nothing: a command names the place from which the package itself
-was installed.
+The package is on no index, where ``pip install 'structattn[train]'`` finds nothing: a command names the place
+from which the package itself was installed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ def install_command(extra: str) -> str:
         extra: a name of ``[project.optional-dependencies]``.
 
     Returns:
-        ``pip install -e '/the/clone[extra]'`` where this file is in a clone of the repository; else ``pip install`` with
+        ``pip install -e '/the/clone[extra]'`` where this file is in a clone of the repository; else
+        ``pip install`` with
         :func:`requirement`.
     """
     if clone := repository():
@@ -28,7 +29,9 @@ def install_command(extra: str) -> str:
 
 
 def install_lab() -> str:
-    """The line for a shell, in any folder, that installs structattn-lab: from where this package was installed."""
+    """The line for a shell, in any folder, that installs structattn-lab: from where this package was
+    installed.
+    """
     if clone := repository():
         return f"pip install -e {shlex.quote(str(clone))} -e {shlex.quote(str(clone / 'lab'))}"
     url = _origin("structattn")
@@ -42,8 +45,8 @@ def requirement(package: str, extra: str = "") -> str:
     """A package, quoted for a shell, from where it was installed.
 
     Returns:
-        ``'package[extra] @ URL'`` with the folder, file or repository that pip has recorded (PEP 610). What came from an index has no such
-        record, and is ``'package[extra]'``.
+        ``'package[extra] @ URL'`` with the folder, file or repository that pip has recorded (PEP 610). What
+        came from an index has no such record, and is ``'package[extra]'``.
     """
     name = f"{package}[{extra}]" if extra else package
     url = _origin(package)

@@ -1,4 +1,6 @@
-"""Atomic writes of files, signed records that show whether they were changed, and the folder of what belongs to a machine."""
+"""Atomic writes of files, signed records that show whether they were changed, and the folder of what belongs
+to a machine.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ def absolute(path: str) -> str:
 
 
 def cache_folder() -> Path:
-    """Where the package keeps what belongs to this machine: the folder that STRUCTATTN_CACHE names, else ``structattn`` in the user's cache.
+    """Where the package keeps what belongs to this machine: the folder that STRUCTATTN_CACHE names, else
+    ``structattn`` in the user's cache.
 
     Raises:
         CheckpointError: there is no home folder, and neither XDG_CACHE_HOME nor STRUCTATTN_CACHE is set.
@@ -47,7 +50,8 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Writes a file under a temporary name and renames it: a reader sees the old file or the new one, never an incomplete one.
+    """Writes a file under a temporary name and renames it: a reader sees the old file or the new one, never
+    an incomplete one.
 
     Raises:
         CheckpointError: the file cannot be written; the old one is untouched.
@@ -79,7 +83,9 @@ def temporary_folder(parent: Path) -> Path:
 
 
 def remove_folder(path: Path) -> None:
-    """Removes a folder; it gets a temporary name first, so that an incomplete folder never has its own name. What cannot be removed stays."""
+    """Removes a folder; it gets a temporary name first, so that an incomplete folder never has its own name.
+    What cannot be removed stays.
+    """
     with contextlib.suppress(OSError):
         if not path.name.startswith(TEMPORARY):
             path = path.rename(temporary_folder(path.parent) / path.name).parent
@@ -107,8 +113,8 @@ def read_signed(path: Path, unsigned: Collection[str] = ()) -> dict[str, Any]:
 
     Args:
         path: the file.
-        unsigned: the fields of records from versions that did not sign them. A record without a signature that has other fields is
-            refused.
+        unsigned: the fields of records from versions that did not sign them. A record without a signature
+            that has other fields is refused.
 
     Raises:
         CheckpointError: the file is missing, unreadable, not such a record, or changed since it was written.

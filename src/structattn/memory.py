@@ -23,7 +23,9 @@ def physical_memory() -> int | None:
 
 
 def free_memory() -> int | None:
-    """Bytes that this process can still take on the CPU, swap included; ``None`` where the system does not say."""
+    """Bytes that this process can still take on the CPU, swap included; ``None`` where the system does not
+    say.
+    """
     free = physical_memory()
     with contextlib.suppress(OSError):
         found = re.findall(r"^(?:MemAvailable|SwapFree):\s*(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)

@@ -1,4 +1,6 @@
-"""Progress bars: one line that moves on a terminal; in a log, where it would be thousands, a line once a minute."""
+"""Progress bars: one line that moves on a terminal; in a log, where it would be thousands, a line once a
+minute.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ class _Lines:
 def _tqdm() -> Any:
     from tqdm import tqdm  # optional: the library itself has no bars
 
-    # Its own lock is one of all processes: a killed worker would leave it behind, and Python would warn of it.
+    # Its own lock is one of all processes: a killed worker would leave it behind, and Python would warn of
+    # it.
     tqdm.set_lock(threading.RLock())
     return tqdm
 
@@ -78,7 +81,8 @@ def inner_bars() -> Iterator[None]:
 
 
 def counted(parts: Iterable[Part], text: str) -> Iterator[Part]:
-    """The parts of work that may take minutes, one after the other, below ``inner_bars`` with a bar that is removed at the end.
+    """The parts of work that may take minutes, one after the other, below ``inner_bars`` with a bar that is
+    removed at the end.
 
     Args:
         parts: what is done; how much of it is shown if there is a length.
@@ -93,7 +97,9 @@ def counted(parts: Iterable[Part], text: str) -> Iterator[Part]:
 
 @contextmanager
 def doing(text: str) -> Iterator[None]:
-    """Below ``inner_bars``, a line on a terminal while something is done that has no parts; it is removed at the end."""
+    """Below ``inner_bars``, a line on a terminal while something is done that has no parts; it is removed at
+    the end.
+    """
     with progress_bar(desc=text, leave=False, bar_format="{desc} ...", show=_inside):
         yield
 

@@ -1,4 +1,6 @@
-"""Independent random streams that are pure functions of their names, so that nothing has to be stored to resume."""
+"""Independent random streams that are pure functions of their names, so that nothing has to be stored to
+resume.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ def generator(*parts: int | str) -> torch.Generator:
 
 @contextmanager
 def seeded(seed: int, device: torch.device | None = None) -> Iterator[None]:
-    """Inside, torch's own generators of the CPU and of ``device`` start from the seed; afterwards they are as they were before.
+    """Inside, torch's own generators of the CPU and of ``device`` start from the seed; afterwards they are as
+    they were before.
 
     ``torch.manual_seed`` would also seed every other device, for good.
     """

@@ -54,7 +54,8 @@ def read_tensors(
 
     Raises:
         ConfigError: the path is none.
-        CheckpointError: the file is missing, truncated, changed, of another kind or of another version. What else is in the record is not checked.
+        CheckpointError: the file is missing, truncated, changed, of another kind or of another version. What
+            else is in the record is not checked.
     """
     path = check_path("path", path)
     try:

@@ -1,4 +1,5 @@
-"""The table of text forms. Values of the lower floors are read from text and written as text through it, so that they import no parser.
+"""The table of text forms. Values of the lower floors are read from text and written as text through it, so
+that they import no parser.
 
 ``spec`` fills the table when it is imported; ``structattn/__init__`` says how, since it is above all floors.
 """

@@ -18,8 +18,8 @@ _WORDS = {str: "a string", int: "a whole number", float: "a number", bool: "true
 def read_as(kind: type[T], data: object, where: str) -> T:
     """A dataclass from JSON data.
 
-    Fields are strings, numbers, bools, tuples, dicts by string, other dataclasses, ``Literal``, ``None`` or any JSON value (``Any``). A
-    field with a default may be missing: it is newer than some records.
+    Fields are strings, numbers, bools, tuples, dicts by string, other dataclasses, ``Literal``, ``None`` or
+    any JSON value (``Any``). A field with a default may be missing: it is newer than some records.
 
     Args:
         kind: the dataclass.
@@ -27,8 +27,8 @@ def read_as(kind: type[T], data: object, where: str) -> T:
         where: the file, for the message.
 
     Raises:
-        CheckpointError: a field is unknown or missing, or its value has another type; the message has its path, what was expected and what
-            came.
+        CheckpointError: a field is unknown or missing, or its value has another type; the message has its
+            path, what was expected and what came.
     """
     try:
         return typing.cast(T, _value(kind, data, ""))

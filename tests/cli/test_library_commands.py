@@ -1,4 +1,6 @@
-"""The commands of the library itself, as they are where structattn-lab is not installed: argparse reads them."""
+"""The commands of the library itself, as they are where structattn-lab is not installed: argparse reads
+them.
+"""
 
 import shlex
 import subprocess

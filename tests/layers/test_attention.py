@@ -58,7 +58,9 @@ def causal(T: int) -> torch.Tensor:
 @pytest.mark.parametrize("rank", [1, 2])
 @pytest.mark.parametrize("groups", [4, 2])
 def test_bilinear_btt_by_its_dense_matrix(norm: bool, rank: int, groups: int) -> None:
-    """k_h = LN(M_h x'), q = LN(x), over sqrt(E); with and without norms, which free the order of contraction."""
+    """k_h = LN(M_h x'), q = LN(x), over sqrt(E); with and without norms, which free the order of
+    contraction.
+    """
     attn = layer(f"bilinear-btt:{rank}", num_kv_heads=groups, qk_norm=norm)
     x = torch.randn(9, 32, dtype=torch.float64, requires_grad=True)
     dense = attn.scoring.matrix.to_dense().flatten(0, 1)

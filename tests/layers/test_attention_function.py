@@ -1,4 +1,6 @@
-"""``attention_function`` in the place of ``scaled_dot_product_attention``, and ``rotary_order`` for code that rotates itself."""
+"""``attention_function`` in the place of ``scaled_dot_product_attention``, and ``rotary_order`` for code that
+rotates itself.
+"""
 
 import copy
 import pickle
@@ -191,7 +193,9 @@ def test_settings_that_do_not_fit_are_named(layout, options, message) -> None:
 
 
 def rotated(x, positions, pairing, dims, base=100.0):
-    """Rotary positions as other code has them: the pairs of the first dimensions of a head are rotated, the rest is not."""
+    """Rotary positions as other code has them: the pairs of the first dimensions of a head are rotated, the
+    rest is not.
+    """
     half = dims // 2
     angles = positions[:, None] * base ** (-torch.arange(half, dtype=x.dtype) / half)
     first, second = (

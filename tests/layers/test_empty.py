@@ -1,4 +1,6 @@
-"""Empty batches and lengths are accepted, as ``nn.Linear`` and ``scaled_dot_product_attention`` accept them."""
+"""Empty batches and lengths are accepted, as ``nn.Linear`` and ``scaled_dot_product_attention`` accept
+them.
+"""
 
 import pytest
 import torch

@@ -73,7 +73,8 @@ def test_roles_name_every_parameter(text) -> None:
     assert set(roles) == {name for name, _ in layer.named_parameters()}
     for name, p in layer.named_parameters():
         if roles[name].kind == "factor":
-            # Every structure draws its factors at the scale of its role; only the sign of an orthogonal 2 x 2 is open.
+            # Every structure draws its factors at the scale of its role; only the sign of an orthogonal 2 x 2
+            # is open.
             assert 0.4 < float(p.detach().square().mean().sqrt()) / roles[name].init_std < 2, name
         else:
             assert name in ("bias", "matrix.alpha")
@@ -140,7 +141,9 @@ def test_a_fitted_layer_computes_the_same() -> None:
 
 
 def test_in_the_modules_of_torch() -> None:
-    """Code that reads ``weight`` works, eager and on the fast path of the encoder layer; its attention is kept whole."""
+    """Code that reads ``weight`` works, eager and on the fast path of the encoder layer; its attention is
+    kept whole.
+    """
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0)
     names = sa.replace_linears(layer, lambda linear: "btt:1")

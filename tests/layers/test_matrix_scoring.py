@@ -50,7 +50,9 @@ def test_scores_are_the_bilinear_form(text, kv_heads, lengths) -> None:
 
 
 def test_heads_share_their_keys_where_that_costs_as_much() -> None:
-    """A block tensor train of a square size: its factored form would have keys of their own for every head."""
+    """A block tensor train of a square size: its factored form would have keys of their own for every
+    head.
+    """
     attention = sa.Attention(16, 4, scoring=sa.scoring.Matrix(matrix="btt:1"), qk_norm=False)
     costs = attention.scoring.matrix.contraction(6, 6)
     assert costs.alternatives["factored"] == costs.alternatives["formed_left"]

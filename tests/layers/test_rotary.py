@@ -153,7 +153,8 @@ def test_scores_of_every_level_depend_on_the_difference_alone(ranks, split, scal
 
     for before, after in zip(scores(0), scores(shift), strict=True):
         assert_close(after, before)
-    # They do depend on the difference: another shift of only the keys changes the scores of every level that has a pair.
+    # They do depend on the difference: another shift of only the keys changes the scores of every level that
+    # has a pair.
     a, b, moved = rotary(q, positions), rotary(k, positions), rotary(k, positions + 1)
     for rank, piece in zip(ranks, slices(ranks), strict=True):
         change = (a[..., piece] @ (moved - b)[..., piece].transpose(-1, -2)).abs().max()
@@ -269,7 +270,8 @@ def test_a_cast_of_the_module_keeps_the_angles(dtype) -> None:
     out = module(x, positions)
     assert out.dtype == dtype
     assert_close(out, expected)
-    # The third position is only for float32: p theta in float64, as the definition has it, is itself only good to 1e-9 there.
+    # The third position is only for float32: p theta in float64, as the definition has it, is itself only
+    # good to 1e-9 there.
     assert_close(module(x.double(), positions)[:, :, :2], expected[:, :, :2])
     assert float((module(x.float(), positions).double() - expected).abs().max()) < FORWARD[torch.float32]
 
@@ -475,8 +477,8 @@ def test_the_kinds_are_all_tested() -> None:
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("spec", ["standard", "mlr:4|2|2", "bilinear-mlr:4|4", "bilinear-mlr:2|2|1", "bilinear-btt:1"])
 def test_the_place_of_a_sequence_means_nothing_to_attention(spec, split) -> None:
-    # Packed sequences are rotated by their places in the row. The levels of bilinear MLR have scales of their own, so that a pair of
-    # dimensions must not be of two of them.
+    # Packed sequences are rotated by their places in the row. The levels of bilinear MLR have scales of their
+    # own, so that a pair of dimensions must not be of two of them.
     attention = Attention.from_spec(
         spec, embed_dim=16, num_heads=2, context_length=8, rotary=Rotary(split=split)
     ).double()

@@ -1,4 +1,6 @@
-"""Every wrong argument of modules, at building and at calling, raises one of our errors; caches and generation have separate tables."""
+"""Every wrong argument of modules, at building and at calling, raises one of our errors; caches and
+generation have separate tables.
+"""
 
 import math
 

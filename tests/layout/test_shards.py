@@ -11,7 +11,9 @@ from structattn.layout.shards import Shards, checked_shards
 
 
 def counted(layout, lengths, order, rows, is_causal, window, seqlens, dims):
-    """Numbers of one head that each process sends to each other one: for each shard, of every level the keys that a visible pair shares."""
+    """Numbers of one head that each process sends to each other one: for each shard, of every level the keys
+    that a visible pair shares.
+    """
     T = sum(lengths)
     shards = [(p, length) for p, length in enumerate(lengths)]
     if order == "head-tail":

@@ -1,4 +1,6 @@
-"""Paragraphs, lines and words as levels: against their meaning in characters, and attention against the dense definition."""
+"""Paragraphs, lines and words as levels: against their meaning in characters, and attention against the dense
+definition.
+"""
 
 import torch
 from hypothesis import given

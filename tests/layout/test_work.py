@@ -1,4 +1,6 @@
-"""Work along a sequence, against pairs that are counted one by one and against all ways to divide a sequence."""
+"""Work along a sequence, against pairs that are counted one by one and against all ways to divide a
+sequence.
+"""
 
 from itertools import combinations
 

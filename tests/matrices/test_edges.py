@@ -1,4 +1,6 @@
-"""Where structures meet the rest of torch: compilation, meta device, half precision, empty and malformed input, copies."""
+"""Where structures meet the rest of torch: compilation, meta device, half precision, empty and malformed
+input, copies.
+"""
 
 import copy
 

@@ -1,4 +1,6 @@
-"""The family map: every reduction that docs/family.md draws is an equality here, and what is no reduction is an error."""
+"""The family map: every reduction that docs/family.md draws is an equality here, and what is no reduction is
+an error.
+"""
 
 import copy
 
@@ -104,7 +106,9 @@ def test_a_kaleidoscope_of_several_stages_is_refused_with_the_condition(width) -
 
 
 def test_the_condition_is_necessary() -> None:
-    """A term with fewer parameters than a dense matrix would make some blocks rank deficient; random Kaleidoscopes have none."""
+    """A term with fewer parameters than a dense matrix would make some blocks rank deficient; random
+    Kaleidoscopes have none.
+    """
     torch.manual_seed(0)
     dense = Kaleidoscope(16, 16).double().to_dense()
     for b, c in ((2, 8), (4, 4), (8, 2)):
@@ -155,7 +159,9 @@ def test_low_rank_is_btt_with_one_block() -> None:
 
 @pytest.mark.parametrize("name", [name for name in MEMBERS if name != "dense"])
 def test_feature_fan_ins_are_those_of_the_features(name) -> None:
-    """With factors of variance 1/fan-in on both sides, both features of vectors of variance 1 have variance 1."""
+    """With factors of variance 1/fan-in on both sides, both features of vectors of variance 1 have variance
+    1.
+    """
     torch.manual_seed(0)
     m = MEMBERS[name](64, 128, batch_shape=(20,)).double()
     m.reset_parameters(m.feature_fan_ins)

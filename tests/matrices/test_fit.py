@@ -1,4 +1,6 @@
-"""Fits against optimal errors computed another way, exact recovery, and everything that a user can get wrong."""
+"""Fits against optimal errors computed another way, exact recovery, and everything that a user can get
+wrong.
+"""
 
 import math
 import sys
@@ -40,7 +42,9 @@ from structattn.testing.tolerances import (
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Small problems: threads cost more than they bring, and very much more where other processes hold the cores."""
+    """Small problems: threads cost more than they bring, and very much more where other processes hold the
+    cores.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -83,7 +87,9 @@ DESCENTS = ("mlr", "mlbtc", "kaleidoscope")  # have no solver that is exact
     ids=str,
 )
 def test_what_is_of_the_structure_is_found(text, shape) -> None:
-    """A matrix of the structure is its own nearest one: exactly for the solvers that are exact, nearly for the descents."""
+    """A matrix of the structure is its own nearest one: exactly for the solvers that are exact, nearly for
+    the descents.
+    """
     torch.manual_seed(1)
     truth = Structure.parse(text).build(*shape).double().to_dense().detach()
     found = fit(truth, text)
@@ -244,7 +250,9 @@ def test_butterfly_finds_the_hadamard_transform() -> None:
 
 
 def test_butterfly_of_rank_2_finds_the_cosine_transform_up_to_its_permutation() -> None:
-    """Even samples up, odd ones down (Makhoul 1980), bits reversed: then the DCT is the real part of a twiddled FFT."""
+    """Even samples up, odd ones down (Makhoul 1980), bits reversed: then the DCT is the real part of a
+    twiddled FFT.
+    """
     n = 64
     k = torch.arange(n, dtype=torch.float64)
     dct = torch.cos(math.pi * k[:, None] * (2 * k + 1) / (2 * n))
@@ -356,7 +364,9 @@ class Diagonal(StructuredMatrix):
 
 
 def test_a_structure_of_ones_own_is_fitted_by_descent() -> None:
-    """The contract is enough: L-BFGS from its initial weights finds the nearest diagonal, which is the diagonal."""
+    """The contract is enough: L-BFGS from its initial weights finds the nearest diagonal, which is the
+    diagonal.
+    """
     dense = torch.stack([gaussian(6, 6), gaussian(6, 6, seed=1)])
     found = fit(dense, Diagonal(6, 6, batch_shape=(2,)).double())
     torch.testing.assert_close(found.matrix.weight.detach(), dense.diagonal(dim1=1, dim2=2))
@@ -366,7 +376,9 @@ def test_a_structure_of_ones_own_is_fitted_by_descent() -> None:
 @pytest.mark.quick(text=["lowrank:3", "mlr:2|1|1", "butterfly:2", "kaleidoscope:2"])
 @pytest.mark.parametrize("text", TEXTS)
 def test_the_scale_of_the_matrix_does_not_matter(text) -> None:
-    """Same relative error whatever the unit of the numbers; powers of two, so that rounding is the same as well."""
+    """Same relative error whatever the unit of the numbers; powers of two, so that rounding is the same as
+    well.
+    """
     dense = gaussian()
     expected, *others = (fit(dense * 2.0**e, text, refine=20) for e in (0, -660, 660))
     for found in others:

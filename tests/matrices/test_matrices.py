@@ -350,7 +350,9 @@ class TestDeepMultiLevelLowRank(TestMultiLevelLowRank):
     ],
 )
 def test_rms_cap_limits_large_factors_only(make: Any) -> None:
-    """A factor below the cap is used as it is; a large one is used as if it had the cap's rms, matrix by matrix."""
+    """A factor below the cap is used as it is; a large one is used as if it had the cap's rms, matrix by
+    matrix.
+    """
     m = make()
     free = make()
     free.rms_cap = False

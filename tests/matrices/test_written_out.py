@@ -1,4 +1,6 @@
-"""Small matrices that are written out before they multiply many vectors: the same numbers as by the factors, and only where meant."""
+"""Small matrices that are written out before they multiply many vectors: the same numbers as by the factors,
+and only where meant.
+"""
 
 import pytest
 import torch

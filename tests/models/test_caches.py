@@ -1,4 +1,6 @@
-"""Caches of a language model: a call that fails changes no layer, and caches serve the model that made them."""
+"""Caches of a language model: a call that fails changes no layer, and caches serve the model that made
+them.
+"""
 
 import copy
 import pickle
@@ -96,7 +98,8 @@ def test_caches_serve_the_model_that_made_them() -> None:
             turned = LayerCaches(reversed(tuple(caches)), text=caches.text)
             with pytest.raises(ConfigError, match="the cache is of another layer"):
                 model(IDS[:, filled:], caches=turned)
-            # A copy has no layer yet: it continues with a copy of the model, with its weights, or with the model itself.
+            # A copy has no layer yet: it continues with a copy of the model, with its weights, or with the
+            # model itself.
             for to in (twin, model):
                 for copied in (copy.deepcopy(caches), pickle.loads(pickle.dumps(caches))):
                     assert_close(to(IDS[:, filled:], caches=copied), expected[:, filled:])

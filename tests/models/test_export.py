@@ -1,4 +1,6 @@
-"""Two exported programs, prompts and the next token, give the tokens of ``generate``: run by PyTorch, AOTInductor and ONNX Runtime."""
+"""Two exported programs, prompts and the next token, give the tokens of ``generate``: run by PyTorch,
+AOTInductor and ONNX Runtime.
+"""
 
 import subprocess
 import sys

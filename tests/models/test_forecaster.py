@@ -1,4 +1,6 @@
-"""The forecaster: what it was without covariates, and against its formula with them; steps that were not observed."""
+"""The forecaster: what it was without covariates, and against its formula with them; steps that were not
+observed.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""Variants of other papers that are values of scoring and layout: grouped heads, DAR, local layers. Each against loops from its own definition."""
+"""Variants of other papers that are values of scoring and layout: grouped heads, DAR, local layers. Each
+against loops from its own definition.
+"""
 
 import math
 
@@ -31,7 +33,9 @@ def turned(x: Tensor, position: int) -> Tensor:
 
 
 def by_loops(attn: sa.Attention, x: Tensor, is_rotated: bool, far: int | None = None, window: int = 0) -> Tensor:
-    """Causal attention token by token; keys and values at distance ``window`` and beyond have their first ``far`` dimensions only."""
+    """Causal attention token by token; keys and values at distance ``window`` and beyond have their first
+    ``far`` dimensions only.
+    """
     groups = attn.num_kv_heads
     left, right = attn.scoring.matrix.left, attn.scoring.matrix.right  # (G, H / G, E, D) and (G, 1, E, D)
     norms = attn.scoring.q_norm, attn.scoring.k_norm

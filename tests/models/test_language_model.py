@@ -1,4 +1,6 @@
-"""The language model: cached decoding, batches and streams against one prompt at a time without a cache, in float64."""
+"""The language model: cached decoding, batches and streams against one prompt at a time without a cache, in
+float64.
+"""
 
 import copy
 

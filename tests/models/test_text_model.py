@@ -1,4 +1,6 @@
-"""A language model whose levels are paragraphs, lines and words: its cache after all that can be done to a cache."""
+"""A language model whose levels are paragraphs, lines and words: its cache after all that can be done to a
+cache.
+"""
 
 import copy
 import re

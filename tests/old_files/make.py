@@ -112,7 +112,9 @@ def trim(folder: Path) -> None:
 
 
 def uptrained() -> str:
-    """What ``evaluate`` should print of the run of uptraining: that version took its tied weights for damaged."""
+    """What ``evaluate`` should print of the run of uptraining: that version took its tied weights for
+    damaged.
+    """
     finished = read_finished(Path("runs/uptraining"))
     record = finished.record
     task = task_class(record.task)(task_class(record.task).config_class(**record.task_config))
@@ -163,7 +165,9 @@ def write_corpora() -> None:
 
 
 def write_models() -> None:
-    """Weights of every kind, with the inputs and outputs of their modules, and the caches of half of the inputs."""
+    """Weights of every kind, with the inputs and outputs of their modules, and the caches of half of the
+    inputs.
+    """
     tensors: dict[str, torch.Tensor] = {"ids": IDS}
     Path("caches").mkdir()
     for index, spec in enumerate(SPECS):

@@ -1,4 +1,6 @@
-"""Weights, caches and models of transformers that older versions wrote give the numbers of then; see README.md."""
+"""Weights, caches and models of transformers that older versions wrote give the numbers of then; see
+README.md.
+"""
 
 from pathlib import Path
 

@@ -14,7 +14,9 @@ class Window:
 
 
 def in_one_block(blocks, i, j):
-    """Whether two positions share a level, given as a block size, as the starts of its segments, or as a ``Window``."""
+    """Whether two positions share a level, given as a block size, as the starts of its segments, or as a
+    ``Window``.
+    """
     if isinstance(blocks, Window):
         return blocks.size is None or abs(i - j) < blocks.size
     if isinstance(blocks, int):

@@ -16,7 +16,9 @@ def tensors(B, H, G, T, S, D, V, dtype=torch.float64, size=1.0):
 
 
 def both(backend, leaves, layout, **options):
-    """(out, lse, gradients) of reference and of a backend; the log-sum-exp takes part in the loss where it is finite."""
+    """(out, lse, gradients) of reference and of a backend; the log-sum-exp takes part in the loss where it is
+    finite.
+    """
     results = []
     weights = None
     for name in ("reference", backend):

@@ -1,4 +1,6 @@
-"""The table of backends: a named backend runs or raises, ``auto`` runs what ``explain`` says, and empty problems run on each."""
+"""The table of backends: a named backend runs or raises, ``auto`` runs what ``explain`` says, and empty
+problems run on each.
+"""
 
 import sys
 from dataclasses import replace
@@ -165,9 +167,11 @@ def test_a_layout_is_checked_once_and_not_once_per_call(monkeypatch) -> None:
 
 
 def test_few_files_take_part_before_the_first_score() -> None:
-    """From the module to the first product of scores: files that calls go through, without the projections before it.
+    """From the module to the first product of scores: files that calls go through, without the projections
+    before it.
 
-    Checks of single arguments, the layout and the costs of the machine are questions, which several files ask.
+    Checks of single arguments, the layout and the costs of the machine are questions, which several files
+    ask.
     """
     root = Path(sa.__file__).parent
     module = sa.Attention(32, 4, layout=LevelLayout((4, 2, 2), (1024, 256, 64)))

@@ -1,4 +1,6 @@
-"""The blocked backend against ``reference``: every geometry, every feature, sizes that make many tiles; and its operator."""
+"""The blocked backend against ``reference``: every geometry, every feature, sizes that make many tiles; and
+its operator.
+"""
 
 import os
 import subprocess
@@ -277,7 +279,8 @@ def test_sliding_levels_need_few_blocks() -> None:
     assert pairs <= 1.01 * 4096 * 4097 / 2
 
 
-# Each layout has a process of its own, since the peak of one would hide that of the next; a fork needs no import.
+# Each layout has a process of its own, since the peak of one would hide that of the next; a fork needs no
+# import.
 MEMORY = """
 import os, resource, torch, structattn as sa
 torch.manual_seed(0)

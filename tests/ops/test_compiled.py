@@ -1,4 +1,5 @@
-"""``torch.compile`` with dynamic shapes and ``torch.export`` with dynamic lengths: programs do what the function does, at other lengths too.
+"""``torch.compile`` with dynamic shapes and ``torch.export`` with dynamic lengths: programs do what the
+function does, at other lengths too.
 
 A few combinations always run. All of them: ``STRUCTATTN_ALL_PROGRAMS=1 pytest tests/ops/test_compiled.py``.
 """

@@ -95,7 +95,9 @@ def test_work_is_a_sum_of_products() -> None:
 
 
 def test_expensive_operations_merge_levels() -> None:
-    """All levels into one product each over all pairs; where operations are free, none that saves arithmetic."""
+    """All levels into one product each over all pairs; where operations are free, none that saves
+    arithmetic.
+    """
     assert small_causal.span_size(LAYOUT, 256, 16, 8, OPERATIONS) == 256
     assert small_causal.span_size(LAYOUT, 256, 16, 8, ARITHMETIC) == 32
     size = {"sequences": 8, "repeats": 1, "value_dim": 16}

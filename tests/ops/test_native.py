@@ -378,7 +378,9 @@ class TestBuilt:
             torch.set_num_threads(before)
 
     def test_sequences_with_the_same_keys(self) -> None:
-        """Queries before the first key, and those after the padding: two threads would add to the same gradients at once."""
+        """Queries before the first key, and those after the padding: two threads would add to the same
+        gradients at once.
+        """
         before = torch.get_num_threads()
         torch.set_num_threads(2)
         try:

@@ -104,7 +104,8 @@ def test_a_package_that_does_not_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         refused("is not built on this machine")
         (folder / "native-0123456789abcdef.so").touch()
         refused(
-            "for another version of PyTorch or of structattn, .* run `structattn build-native` once, or `pip install --force-reinstall"
+            "for another version of PyTorch or of structattn, .* run `structattn build-native` once, or `pip install "
+            "--force-reinstall"
         )
         (folder / compiler.library_name()).write_bytes(b"no library")
         refused("cannot be loaded")

@@ -1,4 +1,6 @@
-"""Sequences of different lengths in one call: packed, padded on either side, of queries and keys apart; each as if it were alone."""
+"""Sequences of different lengths in one call: packed, padded on either side, of queries and keys apart; each
+as if it were alone.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""Small problems on a CPU against the definition, outputs and all gradients, and when ``auto`` takes that backend."""
+"""Small problems on a CPU against the definition, outputs and all gradients, and when ``auto`` takes that
+backend.
+"""
 
 import pytest
 import torch
@@ -31,7 +33,9 @@ def outputs(q, k, v, cotangent=None, **options):
 
 
 def terms(softcap, with_sinks, mask, heads, lengths, batch=2):
-    """Options of the score: a soft cap, sinks, and a mask that hides a third of the pairs and one row, or of the given number of axes."""
+    """Options of the score: a soft cap, sinks, and a mask that hides a third of the pairs and one row, or of
+    the given number of axes.
+    """
     shapes = {
         "keys": (batch, 1, 1, lengths[1]),
         "pairs": (1, 1, *lengths),

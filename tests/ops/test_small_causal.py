@@ -1,4 +1,6 @@
-"""Causal levels by spans of queries against the definition, with spans of every level, and how the spans are chosen."""
+"""Causal levels by spans of queries against the definition, with spans of every level, and how the spans are
+chosen.
+"""
 
 import copy
 import threading

@@ -1,4 +1,6 @@
-"""Second derivatives, forward mode and the transforms of ``torch.func`` on every path, against ``reference``."""
+"""Second derivatives, forward mode and the transforms of ``torch.func`` on every path, against
+``reference``.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""The Triton kernel over a compressed cache against the definition over all keys, and its compilation without a GPU.
+"""The Triton kernel over a compressed cache against the definition over all keys, and its compilation without
+a GPU.
 
 Without a GPU in Triton's interpreter (``tests/conftest.py``).
 """
@@ -56,7 +57,9 @@ runs = pytest.mark.skipif(REASON is not None, reason=str(REASON))
 
 @dataclass(frozen=True, kw_only=True)
 class Cache:
-    """What a cache holds after some tokens, built by plain loops; every number that does not belong to it is NaN."""
+    """What a cache holds after some tokens, built by plain loops; every number that does not belong to it is
+    NaN.
+    """
 
     keys: list[Tensor]
     values: list[Tensor]
@@ -165,7 +168,9 @@ class Case:
         )
 
     def expected(self) -> tuple[Tensor, Tensor]:
-        """By the definition, row by row; the first of several tokens may be before the first position of its row."""
+        """By the definition, row by row; the first of several tokens may be before the first position of its
+        row.
+        """
         q, k, v = self.tensors()
         heads = q.shape[1]
         k, v = (x.double().repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))

@@ -16,7 +16,9 @@ import structattn as sa
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """A call. ``lengths`` are the tokens of each process; ``options`` hold numbers and lists only, which travel to other processes."""
+    """A call. ``lengths`` are the tokens of each process; ``options`` hold numbers and lists only, which
+    travel to other processes.
+    """
 
     layout: sa.LevelLayout | None
     lengths: tuple[int, ...]

@@ -46,7 +46,9 @@ class Cluster:
             other.close()
 
     def run(self, world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """What a function of a mesh of the first ``world`` processes gives in each of them; what it raises is given too."""
+        """What a function of a mesh of the first ``world`` processes gives in each of them; what it raises is
+        given too.
+        """
         for end in self.ends[:world]:
             end.send((world, function, arguments))
         results = []
@@ -87,7 +89,9 @@ def _serve(end: Any, index: int, count: int, store: str, seconds: float) -> None
 
 @contextlib.contextmanager
 def counted() -> Iterator[dict[str, list[int]]]:
-    """The bytes that this process sends to others in each collective; any other collective than the known ones fails."""
+    """The bytes that this process sends to others in each collective; any other collective than the known
+    ones fails.
+    """
     sent: dict[str, list[int]] = {"all_to_all_single": [], "all_gather": []}
     original = {name: getattr(dist, name) for name in _COLLECTIVES}
 

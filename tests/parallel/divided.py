@@ -131,7 +131,9 @@ def trained(model: nn.Module, batches: list[Tensor]) -> list[float]:
 def compare_training(
     mesh: DeviceMesh, spec: str, checkpointing: bool, options: dict[str, Any]
 ) -> tuple[list[float], list[float], float]:
-    """20 steps in float32: the losses, and in the first process those of one process, and how far the weights are at the end."""
+    """20 steps in float32: the losses, and in the first process those of one process, and how far the weights
+    are at the end.
+    """
     one = language_model(spec, **options)
     parts = divided(one, mesh)
     assert isinstance(parts, sa.LanguageModel)
@@ -147,7 +149,9 @@ def compare_training(
 
 
 def compare_with_fsdp(_: DeviceMesh, spec: str) -> list[float]:
-    """20 steps of 2 x 2 processes; the mean loss of both halves of the batch against that of the batch in one process."""
+    """20 steps of 2 x 2 processes; the mean loss of both halves of the batch against that of the batch in one
+    process.
+    """
     mesh = mesh_of(2, 2)
     one = language_model(spec)
     parts = divided(one, mesh["tensor"])
@@ -206,7 +210,9 @@ def logits_of(mesh: DeviceMesh, path: str, into: str) -> list[float]:
 
 
 def generated(mesh: DeviceMesh, spec: str, options: dict[str, Any]) -> list[Any]:
-    """What the model and the divided one write, with and without a cache; and the numbers that a process keeps."""
+    """What the model and the divided one write, with and without a cache; and the numbers that a process
+    keeps.
+    """
     one = language_model(spec, **options).double()
     parts = divided(one, mesh)
     assert isinstance(parts, sa.LanguageModel)

@@ -1,4 +1,6 @@
-"""A tiny model of transformers in one process, and with its sequences divided: what each process of a mesh does with both."""
+"""A tiny model of transformers in one process, and with its sequences divided: what each process of a mesh
+does with both.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +115,9 @@ def compare_training(mesh: DeviceMesh, spec: str, wrapper: str) -> tuple[list[fl
 
 
 def in_context_of_torch(mesh: DeviceMesh, is_balanced: bool, order: Any) -> None:
-    """As accelerate with ``cp_size``: its hooks drop masks, and torch's context manager divides the batch, in one order or the other."""
+    """As accelerate with ``cp_size``: its hooks drop masks, and torch's context manager divides the batch, in
+    one order or the other.
+    """
     torch.manual_seed(0)
     one = structurize(hf_models.llama(), "mlr:4|2|2").train()
     parts = shard_sequences(copy.deepcopy(one), mesh, order=order)

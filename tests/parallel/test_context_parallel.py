@@ -1,4 +1,6 @@
-"""Attention over a sharded sequence: outputs, gradients and bytes, against one process and against what the layout counts."""
+"""Attention over a sharded sequence: outputs, gradients and bytes, against one process and against what the
+layout counts.
+"""
 
 from __future__ import annotations
 
@@ -218,7 +220,9 @@ def test_second_derivatives_raise(cluster: Cluster) -> None:
 
 
 def around(mesh: DeviceMesh) -> Any:
-    """Under autocast, in a compiled function and with activation checkpointing the results are the same numbers, or those of bfloat16."""
+    """Under autocast, in a compiled function and with activation checkpointing the results are the same
+    numbers, or those of bfloat16.
+    """
     torch.manual_seed(mesh.get_local_rank())
     q, k, v = (torch.randn(1, 2, 20, 8, requires_grad=True) for _ in range(3))
     attention = sa.parallel.context_parallel(BLOCKS, mesh)

@@ -69,7 +69,9 @@ def test_every_visible_pair_is_in_one_rectangle(layout, lengths, window, is_caus
 
 
 def cut(mesh: DeviceMesh, case: Case) -> Any:
-    """As ``in_this_process``, with every span cut, as where there is a fused kernel; and whether there were spans."""
+    """As ``in_this_process``, with every span cut, as where there is a fused kernel; and whether there were
+    spans.
+    """
     pieces.pieces_of.cache_clear()
     with (
         mock.patch.object(pieces, "LEAF", 4),

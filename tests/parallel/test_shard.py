@@ -1,4 +1,6 @@
-"""Models whose sequences are divided among processes: outputs and gradients of one process, and one error in every process."""
+"""Models whose sequences are divided among processes: outputs and gradients of one process, and one error in
+every process.
+"""
 
 from __future__ import annotations
 

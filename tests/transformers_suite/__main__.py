@@ -18,7 +18,9 @@ from reasons import expected_for
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one test ended: ``what`` is passed, failed or skipped, with the last line of the error or the reason of the skip."""
+    """How one test ended: ``what`` is passed, failed or skipped, with the last line of the error or the
+    reason of the skip.
+    """
 
     what: str
     text: str = ""

@@ -23,10 +23,12 @@ import structattn.integrations.transformers as ours
 from structattn.integrations.transformers import LevelCacheLayer, register_attention
 from structattn.integrations.transformers.attention import IMPLEMENTATION
 
-# Texts of the tests have 7 tokens: with blocks of 8 and 4 both levels have an effect, and with one level nothing changes.
+# Texts of the tests have 7 tokens: with blocks of 8 and 4 both levels have an effect, and with one level
+# nothing changes.
 LEVELS, ONE_LEVEL, CONTEXT = "mlr:8|8", "mlr:16", 8
 WINDOW = 4  # of families with sliding windows
-# In these lists of class names the tests look up what a class is for. transformers generates them, and knows no class of a package.
+# In these lists of class names the tests look up what a class is for. transformers generates them, and knows
+# no class of a package.
 _LISTS = {
     "base_model_class": "MODEL_MAPPING_NAMES",
     "causal_lm_class": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -34,7 +36,8 @@ _LISTS = {
     "sequence_classification_class": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
     "token_classification_class": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
 }
-# Tests that ask for weights set attn_implementation="eager" before, since SDPA has none; one of packed sequences asks for it by name.
+# Tests that ask for weights set attn_implementation="eager" before, since SDPA has none; one of packed
+# sequences asks for it by name.
 _EAGER = (
     "generate",
     "assisted",
@@ -44,7 +47,8 @@ _EAGER = (
     "sliding_window_mask",
     "eager_padding",
 )
-# Tests of packed sequences and of masks of pairs, which our models know, look at a flag that is about something else.
+# Tests of packed sequences and of masks of pairs, which our models know, look at a flag that is about
+# something else.
 _FLAGS = {
     "test_eager_padding_matches_padding_free_with_position_ids": "_supports_attention_backend",
     "test_custom_4d_attention_mask": "_can_compile_fullgraph",
@@ -65,7 +69,9 @@ class KeepsItsAttention(CausalLMModelTest):
 
 
 class OfOurs(KeepsItsAttention):
-    """What the tests ask models to replace that are not like the others: the format of the cache, and what a config needs."""
+    """What the tests ask models to replace that are not like the others: the format of the cache, and what a
+    config needs.
+    """
 
     def setUp(self) -> None:
         super().setUp()

@@ -1,4 +1,6 @@
-"""The failures that are expected, each with its reason: a test that fails and is not here, or is here and passes, fails the run."""
+"""The failures that are expected, each with its reason: a test that fails and is not here, or is here and
+passes, fails the run.
+"""
 
 from __future__ import annotations
 
@@ -42,13 +44,15 @@ EXPECTED = (
             "test_torch_export_generate_dynamic_static_cache",
         ),
         "a static cache",
-        "A static cache returns keys of tokens that are not there yet, and blocks are counted in real ones. The flag is that of the plain class.",
+        "A static cache returns keys of tokens that are not there yet, and blocks are counted in real ones. The flag "
+        "is that of the plain class.",
     ),
     Expected(
         ("registered",),
         ("test_retain_grad_hidden_states_attentions", "test_attention_outputs"),
         "Please set it to 'eager'",
-        "transformers lets the config of a plain class ask for weights with its own eager attention only; the argument of a call works.",
+        "transformers lets the config of a plain class ask for weights with its own eager attention only; the argument "
+        "of a call works.",
     ),
     Expected(
         ("registered",),
@@ -66,7 +70,8 @@ EXPECTED = (
         ("own",),
         ("test_correct_missing_keys", "test_base_model_prefix_loads_base_weights"),
         "missing keys lm_head",
-        "Loading is strict: a language model is not made from a checkpoint without its head, which transformers would leave random.",
+        "Loading is strict: a language model is not made from a checkpoint without its head, which transformers would "
+        "leave random.",
     ),
     Expected(
         ("own", "structurized"),
@@ -78,7 +83,8 @@ EXPECTED = (
         ("own",),
         ("test_custom_4d_attention_mask",),
         "counts positions by itself",
-        "StructAttnForCausalLM counts positions by itself: those of a text with several ends are refused beside a mask of pairs.",
+        "StructAttnForCausalLM counts positions by itself: those of a text with several ends are refused beside a mask "
+        "of pairs.",
     ),
     Expected(
         ("own", "structurized"),
@@ -89,7 +95,8 @@ EXPECTED = (
             "test_torch_export_generate_dynamic",
         ),
         "cannot read the padding",
-        "Run by RUN_SLOW=1 only: with a mask and a cache, a program would depend on the numbers in the mask; export_decoder makes programs with a cache.",
+        "Run by RUN_SLOW=1 only: with a mask and a cache, a program would depend on the numbers in the mask; "
+        "export_decoder makes programs with a cache.",
     ),
     Expected(
         ("structurized",),

@@ -1,4 +1,5 @@
-"""The command line: ``structattn``. The commands of this package are here; those of structattn-lab are found by their entry point.
+"""The command line: ``structattn``. The commands of this package are here; those of structattn-lab are found
+by their entry point.
 
 This file imports nothing, so that the command handles Ctrl-C before anything else. Only this folder prints.
 """
@@ -13,8 +14,8 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: without the program's name. Default: ``sys.argv``.
 
     Returns:
-        The exit status: 0; 2 after an error, printed in one line to stderr; 1 if the reader of a pipe has left; 130 after Ctrl-C, 143 after
-        SIGTERM.
+        The exit status: 0; 2 after an error, printed in one line to stderr; 1 if the reader of a pipe has
+        left; 130 after Ctrl-C, 143 after SIGTERM.
     """
     from structattn.cli.call import call
     from structattn.cli.session import Session

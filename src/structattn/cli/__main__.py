@@ -14,10 +14,11 @@ def _note(number: int, frame: object) -> None:
 
 
 def run() -> None:
-    """Runs the command line and ends the process with its status; after an interruption at once, without waiting for what libraries do at exit.
+    """Runs the command line and ends the process with its status; after an interruption at once, without
+    waiting for what libraries do at exit.
 
-    The first lines handle Ctrl-C and SIGTERM, before imports that take seconds: one that is broken off by an exception leaves modules
-    half imported, and some abort the process.
+    The first lines handle Ctrl-C and SIGTERM, before imports that take seconds: one that is broken off by an
+    exception leaves modules half imported, and some abort the process.
     """
     for number in _SIGNALS:
         signal.signal(number, _note)

@@ -11,7 +11,8 @@ from structattn.cli.failures import close_output, in_one_line, is_full_disk, ope
 from structattn.cli.session import Session
 
 AtOnce = Callable[[int], None]
-# Packages that replace the commands of this one declare a function of a session and of what ends the process after a signal.
+# Packages that replace the commands of this one declare a function of a session and of what ends the process
+# after a signal.
 GROUP = "structattn.commands"
 
 
@@ -20,7 +21,8 @@ def call(session: Session, at_once: AtOnce | None = None) -> int:
 
     Args:
         session: its words.
-        at_once: called with the number of a signal that comes where nothing has to be saved first. Default: an exception ends the command.
+        at_once: called with the number of a signal that comes where nothing has to be saved first. Default:
+            an exception ends the command.
 
     Returns:
         The exit status: see ``structattn.cli.main``.

@@ -1,4 +1,6 @@
-"""What ends a command that fails: one line to standard error and an exit status, or the traceback of a fault of ours."""
+"""What ends a command that fails: one line to standard error and an exit status, or the traceback of a fault
+of ours.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,9 @@ from structattn.errors import StructAttnError
 def open_standard_streams() -> None:
     """Makes output safe before anything is computed.
 
-    A closed stream (``>&-``) is opened on the null device, so that no data file takes its number; and a character that the encoding of
-    the terminal lacks is replaced, so that a long run does not fail at its last line.
+    A closed stream (``>&-``) is opened on the null device, so that no data file takes its number; and a
+    character that the encoding of the terminal lacks is replaced, so that a long run does not fail at its
+    last line.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -31,7 +34,8 @@ def open_standard_streams() -> None:
 
 
 class Messages:
-    """Standard error that loses what cannot be written, such as to a full disk: a training run is worth more than its progress bar.
+    """Standard error that loses what cannot be written, such as to a full disk: a training run is worth more
+    than its progress bar.
 
     Args:
         stream: where the messages go.
@@ -56,7 +60,9 @@ class Messages:
 
 
 def close_output() -> None:
-    """Writes what is left in the buffer of standard output, or drops it if it cannot be written, so that Python does not try it at exit."""
+    """Writes what is left in the buffer of standard output, or drops it if it cannot be written, so that
+    Python does not try it at exit.
+    """
     try:
         sys.stdout.flush()
     except (OSError, ValueError):

@@ -60,7 +60,8 @@ def specs() -> str:
         counts = (f"{params:,}", f"{cost.flops / 1e6:,.0f}", cached)
         rows.append((form.syntax, form.example, *counts, form.meaning))
     notes = (
-        f"One layer of width {width}, {heads} heads, causal, {length:,} tokens; cache: numbers that it keeps of them; mlr-text: text without borders.",
+        f"One layer of width {width}, {heads} heads, causal, {length:,} tokens; cache: numbers that it keeps of them; "
+        "mlr-text: text without borders.",
         "Terms are joined by +, as in 'bilinear-btt:1+mlr:128|64|32|32+window:512'; options follow commas,",
         f"as in 'mlr:32|16|8|8,scaling=paper'. {LAYER_FORM.syntax}: {LAYER_FORM.meaning},",
         f"as in '{LAYER_FORM.example}'. Quote a spec in the shell: | is a pipe there.",
@@ -109,7 +110,8 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]], words: Sequence
     """A table for a terminal.
 
     Args:
-        words: names of the columns that hold words, aligned left as the first one is; numbers are aligned right.
+        words: names of the columns that hold words, aligned left as the first one is; numbers are aligned
+            right.
         notes: lines below it.
     """
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]

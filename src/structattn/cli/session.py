@@ -1,4 +1,6 @@
-"""One call of the command line: its words, the folder it writes to, and how to continue after an interruption."""
+"""One call of the command line: its words, the folder it writes to, and how to continue after an
+interruption.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ class Session:
         self._folder = folder
 
     def began(self, folder: Path, takes: str = "") -> None:
-        """Keeps the folder, and says where the results will be; once, and of the processes of a launcher by the first."""
+        """Keeps the folder, and says where the results will be; once, and of the processes of a launcher by
+        the first.
+        """
         if not self._said and os.environ.get("RANK", "0") == "0":
             self._said = True
             self.opened(folder)
@@ -61,7 +65,9 @@ class Session:
                 os.write(2, os.fsencode(f"{below_a_bar}{self.interrupted()}\n"))
 
     def leave(self, number: int) -> None:
-        """Ends this process after a signal, wherever it is: what is on disk is complete, and what is not is made again."""
+        """Ends this process after a signal, wherever it is: what is on disk is complete, and what is not is
+        made again.
+        """
         try:
             self.flush()
             self.ended()
@@ -96,6 +102,8 @@ class Session:
 
 
 def _prefix() -> str:
-    """The variable that names modules of other packages (see ``structattn.extensions``), as a command line sets it."""
+    """The variable that names modules of other packages (see ``structattn.extensions``), as a command line
+    sets it.
+    """
     found = os.environ.get("STRUCTATTN_IMPORT")
     return f"STRUCTATTN_IMPORT={shlex.quote(found)} " if found else ""

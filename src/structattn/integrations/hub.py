@@ -22,9 +22,10 @@ _KNOWN_BY = (
 def check_source(source: str | Path, **options: Any) -> str | Path:
     """Where to load a model from: a folder, or a name that the hub has.
 
-    What looks like a path is one: absolute, with ``.`` or ``~`` first, with several slashes, in a folder that exists, or no name that the hub
-    allows. For anything else the hub is asked once, and where it does not answer, the local cache is the folder: transformers asks many times for
-    each file, which takes minutes without a network.
+    What looks like a path is one: absolute, with ``.`` or ``~`` first, with several slashes, in a folder that
+    exists, or no name that the hub allows. For anything else the hub is asked once, and where it does not
+    answer, the local cache is the folder: transformers asks many times for each file, which takes minutes
+    without a network.
 
     Args:
         source: a folder that ``save_pretrained`` wrote, or a name on the hub.
@@ -58,13 +59,16 @@ def check_source(source: str | Path, **options: Any) -> str | Path:
     reason = _why_not_on_hub(text, options)
     if reason and cached is None:
         raise ConfigError(
-            f"there is no folder {quoted(text)}, and {reason}: give a folder that save_pretrained wrote, or the name of a model on the hub"
+            f"there is no folder {quoted(text)}, and {reason}: give a folder that save_pretrained wrote, or the name "
+            "of a model on the hub"
         )
     return source if reason is None or cached is None else cached
 
 
 def _cached(name: str, options: dict[str, Any]) -> Path | None:
-    """The folder of a model in the local cache; raises ``HFValidationError`` for what is no name of the hub."""
+    """The folder of a model in the local cache; raises ``HFValidationError`` for what is no name of the
+    hub.
+    """
     from huggingface_hub import try_to_load_from_cache
 
     where = {key: options.get(key) for key in ("cache_dir", "revision")}
@@ -102,7 +106,8 @@ def source_config(source: str | Path, **options: Any) -> Any:
 
     if Path(source).is_dir() and not Path(source, options.get("subfolder") or "", "config.json").is_file():
         raise ConfigError(
-            f"expected the folder of a model at {quoted(str(source))}, got one without config.json: give one that save_pretrained wrote"
+            f"expected the folder of a model at {quoted(str(source))}, got one without config.json: give one that "
+            "save_pretrained wrote"
         )
     try:
         return AutoConfig.from_pretrained(source, **{key: options[key] for key in WHERE if key in options})

@@ -55,22 +55,25 @@ class Attention(AttentionLayer, NumberedLayer):
         out = W_O concat_h( softmax_j( score_h(i, j) ) W_V x_j ), score_h from the scoring, shared by the layout.
 
     Args:
-        embed_dim, num_heads: E, and H, which divides it. Give the rest by name: ``nn.MultiheadAttention`` has another order.
+        embed_dim, num_heads: E, and H, which divides it. Give the rest by name: ``nn.MultiheadAttention`` has
+            another order.
         num_kv_heads: G, key and value heads; divides H. Default: H.
         scoring: ``scoring.LowRank`` (default: standard attention), ``BTT``, ``MLR`` or ``Matrix``.
-        layout: ``LevelLayout`` or ``GlobalWindowLayout`` whose ranks sum to the feature dimension of the scoring (E / H; E for BTT
-            and Matrix; sum r_l p_l for MLR), and whose scaling replaces the scoring's; or a ``TextLayout``. Default ``None``: plain.
+        layout: ``LevelLayout`` or ``GlobalWindowLayout`` whose ranks sum to the feature dimension of the
+            scoring (E / H; E for BTT and Matrix; sum r_l p_l for MLR), and whose scaling replaces the
+            scoring's; or a ``TextLayout``. Default ``None``: plain.
         is_causal: whether later keys are hidden. Default ``True``.
         qk_norm: layer norm of queries and keys (per level for MLR). Default ``True``.
-        rotary: a ``Rotary``, fitted to the levels; or a function ``rotary(x, positions)`` of q and k (B, heads, length, D) and int
-            positions (length,), or (B, length) with padding. Default ``None``.
+        rotary: a ``Rotary``, fitted to the levels; or a function ``rotary(x, positions)`` of q and k (B,
+            heads, length, D) and int positions (length,), or (B, length) with padding. Default ``None``.
         bias: of the value and output projections and the norms. Default ``False``.
         window: sliding window in positions, with any layout of levels. Default ``None``.
         dropout: of attention weights in training; the op's ``dropout_p``. Default 0.
         backend, device, dtype: of ``structured_attention``; of the parameters, as ``nn.Linear``.
 
     Raises:
-        ConfigError: heads do not divide, ranks do not sum to the feature dimension, or an option is out of range.
+        ConfigError: heads do not divide, ranks do not sum to the feature dimension, or an option is out of
+            range.
     Cost: see ``cost``. Source: Kuang et al. 2025, sections 3 to 5.
     """
 
@@ -149,7 +152,8 @@ class Attention(AttentionLayer, NumberedLayer):
         context_length: int,
         **options: Any,
     ) -> Attention:
-        """The module of a text form such as ``"mlr:32|16|8|8"`` (see ``structattn.spec``); raises ``ConfigError`` where it does not fit.
+        """The module of a text form such as ``"mlr:32|16|8|8"`` (see ``structattn.spec``); raises
+        ``ConfigError`` where it does not fit.
 
         Args:
             spec: its numbers of heads, if it has any, replace ``num_heads`` and ``num_kv_heads``.
@@ -174,17 +178,20 @@ class Attention(AttentionLayer, NumberedLayer):
     def project(
         self, x: Tensor, context: Tensor | None = None, positions: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor, float | None]:
-        """q (B, H, T, D), k (B, G or H, S, D), v and ``scale`` as ``structured_attention`` takes them; scale ``None`` is the layout's.
+        """q (B, H, T, D), k (B, G or H, S, D), v and ``scale`` as ``structured_attention`` takes them; scale
+        ``None`` is the layout's.
 
         Args:
-            positions: of the keys, int64 (S,) or (B, S), for rotary embedding. The queries are the last T. Default: 0 ... S - 1.
+            positions: of the keys, int64 (S,) or (B, S), for rotary embedding. The queries are the last T.
+                Default: 0 ... S - 1.
         """
         source = x if context is None else context
         self._check_states("x", x)
         self._check_states("context", source)
         if source.shape[0] != x.shape[0] or taken_dtype(source) != taken_dtype(x) or source.device != x.device:
             raise ShapeError(
-                f"x and context must be of one batch size, dtype and device, got {tuple(x.shape)} {x.dtype} on {x.device} and "
+                f"x and context must be of one batch size, dtype and device, got {tuple(x.shape)} {x.dtype} on "
+                f"{x.device} and "
                 f"{tuple(source.shape)} {source.dtype} on {source.device}"
             )
         if positions is not None:
@@ -236,15 +243,20 @@ class Attention(AttentionLayer, NumberedLayer):
         """Attends: (B, T, E) to (B, T, E).
 
         Args:
-            context: (B, S, E), where keys and values come from; the queries are its last T positions. Default: x.
-            attn_bias, attn_mask, cu_seqlens, left_padding: see ``structured_attention``; with a cache a mask is that of ``LevelCache.attend``.
-            cache: from ``new_cache``; x are the tokens that follow those in it, and are added to it unless anything fails. Without
-                dropout, and without a gradient through what it holds. ``reset`` it after a change of the weights.
-            layout, shard: the layout of the text of this batch (``TextLayout.at``), only with a ``TextLayout``; see ``Transformer.forward``.
+            context: (B, S, E), where keys and values come from; the queries are its last T positions.
+                Default: x.
+            attn_bias, attn_mask, cu_seqlens, left_padding: see ``structured_attention``; with a cache a mask
+                is that of ``LevelCache.attend``.
+            cache: from ``new_cache``; x are the tokens that follow those in it, and are added to it unless
+                anything fails. Without dropout, and without a gradient through what it holds. ``reset`` it
+                after a change of the weights.
+            layout, shard: the layout of the text of this batch (``TextLayout.at``), only with a
+                ``TextLayout``; see ``Transformer.forward``.
 
         Raises:
             ShapeError: a shape does not fit.
-            ConfigError: a cache of another layer, or with another option; a layout that is missing or not of the module.
+            ConfigError: a cache of another layer, or with another option; a layout that is missing or not of
+                the module.
         """
         known = self._layout_of_call(layout)
         if shard is not None:
@@ -278,7 +290,8 @@ class Attention(AttentionLayer, NumberedLayer):
         layout: LevelLayout | None = None,
         attn_mask: Tensor | None = None,
     ) -> Tensor:
-        """The attention weights, (B, H, T, S); of two added softmaxes (``GlobalWindowLayout``) the sum. Arguments as ``forward``; nothing is appended.
+        """The attention weights, (B, H, T, S); of two added softmaxes (``GlobalWindowLayout``) the sum.
+        Arguments as ``forward``; nothing is appended.
         Cost: T * S numbers per head are stored, and T * S * S multiply-adds spent: for short sequences."""
         known = self._layout_of_call(layout)
         if cache is not None:
@@ -364,12 +377,14 @@ class Attention(AttentionLayer, NumberedLayer):
         left_padding: Tensor | Sequence[int] | None = None,
         keys: KeyCache = "smaller",
     ) -> LevelCache:
-        """An empty cache for decoding with ``forward(x, cache=cache)``; raises ``ConfigError`` unless the attention is causal.
+        """An empty cache for decoding with ``forward(x, cache=cache)``; raises ``ConfigError`` unless the
+        attention is causal.
 
         Args:
             max_length, page_size, left_padding: see ``LevelCache``.
-            keys: ``"features"`` keeps keys, by level; ``"hidden"`` the hidden state, E numbers for all heads together (and one per
-                head and norm); ``"smaller"`` what is smaller at ``max_length`` (default: the context of the layout, else 1,024).
+            keys: ``"features"`` keeps keys, by level; ``"hidden"`` the hidden state, E numbers for all heads
+                together (and one per head and norm); ``"smaller"`` what is smaller at ``max_length``
+                (default: the context of the layout, else 1,024).
         """
         if not self.is_causal:
             raise ConfigError("only causal attention can be decoded with a cache: this module has is_causal=False")
@@ -396,9 +411,9 @@ class Attention(AttentionLayer, NumberedLayer):
         return cache
 
     def cost(self, num_queries: int, num_keys: int | None = None) -> AttentionCost:
-        """What one forward pass of T queries over S keys (default: T) costs for one example, counted from the structure.
-        A global-window layout with T != S is counted at the S x S rate, segments per batch row by the first row, a ``TextLayout`` as
-        a text without segments: other texts cost less."""
+        """What one forward pass of T queries over S keys (default: T) costs for one example, counted from the
+        structure. A global-window layout with T != S is counted at the S x S rate, segments per batch row by
+        the first row, a ``TextLayout`` as a text without segments: other texts cost less."""
         num_rstd = self.latent.num_rstd
         return attention_cost(
             self.scoring, self._known_layout, self.window, self.is_causal, num_rstd, num_queries, num_keys

@@ -1,4 +1,6 @@
-"""Structured attention with the arguments of ``torch.nn.functional.scaled_dot_product_attention``, for other people's code."""
+"""Structured attention with the arguments of ``torch.nn.functional.scaled_dot_product_attention``, for other
+people's code.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +39,11 @@ TensorLayout = Literal["BHTD", "BTHD", "THD"]
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class AttentionFunction:
-    """A callable with the arguments of ``torch.nn.functional.scaled_dot_product_attention``; ``attention_function`` makes it.
+    """A callable with the arguments of ``torch.nn.functional.scaled_dot_product_attention``;
+    ``attention_function`` makes it.
 
-    It is a value: it has no weights, is equal to another with the same settings, and can be copied, pickled, compiled and exported.
+    It is a value: it has no weights, is equal to another with the same settings, and can be copied, pickled,
+    compiled and exported.
 
     Attributes:
         layout: ``LevelLayout``, ``GlobalWindowLayout`` or ``None``, plain attention.
@@ -96,23 +100,26 @@ class AttentionFunction:
 
         Args:
             query, key, value: with the dimensions of ``tensor_layout``; ``"BHTD"`` takes (B, T, D) too.
-            attn_mask: bool, ``True`` where a pair may attend, or floating point, added to the scores; broadcastable to
-                (B, H, T, S) whatever the ``tensor_layout``. A query that sees no key has output 0.
+            attn_mask: bool, ``True`` where a pair may attend, or floating point, added to the scores;
+                broadcastable to (B, H, T, S) whatever the ``tensor_layout``. A query that sees no key has
+                output 0.
             dropout_p: probability of dropping a weight; applied whenever it is above 0.
-            is_causal: query i sees keys 0 ... i, as in PyTorch, also where T and S differ. ``False``, with a mask or without
-                (decoding), takes the queries as the last T of the S positions.
+            is_causal: query i sees keys 0 ... i, as in PyTorch, also where T and S differ. ``False``, with a
+                mask or without (decoding), takes the queries as the last T of the S positions.
             scale: replaces the layout's scaling. Default: that scaling; without a layout 1 / sqrt(D).
             enable_gqa: allows fewer heads of keys and values than of queries.
-            cu_seqlens: (N + 1,) int32 or int64, the boundaries of packed sequences, of queries and keys alike.
-            cu_seqlens_q, cu_seqlens_k: those of queries and of keys, both given, as flash attention takes them. They may differ: with
-                ``is_causal`` the queries of a sequence are then the last of its positions, as in flash attention.
+            cu_seqlens: (N + 1,) int32 or int64, the boundaries of packed sequences, of queries and keys
+                alike.
+            cu_seqlens_q, cu_seqlens_k: those of queries and of keys, both given, as flash attention takes
+                them. They may differ: with ``is_causal`` the queries of a sequence are then the last of its
+                positions, as in flash attention.
 
         Returns:
             With the dimensions of ``tensor_layout``, contiguous in all but ``"BHTD"``.
 
         Raises:
-            ConfigError: ``attn_mask`` together with ``is_causal``; one of ``cu_seqlens_q`` and ``cu_seqlens_k`` without the other; or
-                an option is out of its range.
+            ConfigError: ``attn_mask`` together with ``is_causal``; one of ``cu_seqlens_q`` and
+                ``cu_seqlens_k`` without the other; or an option is out of its range.
             ShapeError: shapes, dtypes or devices do not fit.
         """
         for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
@@ -164,7 +171,8 @@ class AttentionFunction:
         known = {"BHTD": (3, 4), "BTHD": (4,), "THD": (3,)}[self.tensor_layout]
         if x.dim() not in known or x.dim() != query.dim():
             raise ShapeError(
-                f"{name} must have the dimensions {self.tensor_layout}, as query has, got shape {tuple(x.shape)}; tensor_layout says which"
+                f"{name} must have the dimensions {self.tensor_layout}, as query has, got shape {tuple(x.shape)}; "
+                "tensor_layout says which"
             )
 
     def _heads_first(self, x: Tensor) -> Tensor:
@@ -177,7 +185,9 @@ class AttentionFunction:
 
 
 def _from_the_first_key(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Keys and values for as many positions as there are queries, and a mask of those that there are: query i is at position i."""
+    """Keys and values for as many positions as there are queries, and a mask of those that there are: query i
+    is at position i.
+    """
     num_queries, num_keys = q.shape[2], k.shape[2]
     if num_queries < num_keys:
         return k[:, :, :num_queries], v[:, :, :num_queries], None
@@ -198,22 +208,24 @@ def attention_function(
     """Structured attention to put where code calls ``torch.nn.functional.scaled_dot_product_attention``.
 
     Args:
-        layout: a layout; or a spec such as ``"mlr:32|16|8|8"``, of a layout and a window only; or the ranks of a layout of halved
-            blocks, ``(32, 16, 8, 8)``; ``None`` is plain attention. Ranks sum to the head dimension.
+        layout: a layout; or a spec such as ``"mlr:32|16|8|8"``, of a layout and a window only; or the ranks
+            of a layout of halved blocks, ``(32, 16, 8, 8)``; ``None`` is plain attention. Ranks sum to the
+            head dimension.
         context_length: length in positions from which blocks are halved, which specs and ranks need.
         window: sliding window in positions, as of ``structured_attention``.
-        rotary: which dimensions the code that calls it rotates together: ``"halves"``, ``"adjacent"``, or either with the number of
-            rotated dimensions, ``"halves:64"``. Queries and keys are then put in ``rotary_order`` at every call. Default ``None``:
-            no rotary positions, or already in that order.
+        rotary: which dimensions the code that calls it rotates together: ``"halves"``, ``"adjacent"``, or
+            either with the number of rotated dimensions, ``"halves:64"``. Queries and keys are then put in
+            ``rotary_order`` at every call. Default ``None``: no rotary positions, or already in that order.
         rotary_split: which level gets which rotary pairs, see ``rotary_order``.
-        tensor_layout: ``"BHTD"`` (batch, heads, length, dim), as PyTorch's function; ``"BTHD"``, as flash attention; or
-            ``"THD"``, packed sequences.
+        tensor_layout: ``"BHTD"`` (batch, heads, length, dim), as PyTorch's function; ``"BTHD"``, as flash
+            attention; or ``"THD"``, packed sequences.
         backend: as of ``structured_attention``.
 
     Raises:
         ConfigError: the layout is of another kind, or an option does not fit it.
 
-    Cost: of a call, that of ``structured_attention``; with ``rotary`` and several levels one more copy of queries and keys.
+    Cost: of a call, that of ``structured_attention``; with ``rotary`` and several levels one more copy of
+        queries and keys.
 
     Source: ours; the arguments of a call are those of PyTorch's function.
 
@@ -227,7 +239,8 @@ def attention_function(
         spec = text_forms.read(AttentionSpec, layout) if isinstance(layout, str) else layout
         if spec.scoring != LowRank() or spec.num_heads is not None or isinstance(spec.layout, TextLayout):
             raise ConfigError(
-                f"a function of queries and keys has a layout of blocks and a window only, and the spec {quoted(str(spec))} asks for "
+                "a function of queries and keys has a layout of blocks and a window only, and the spec "
+                f"{quoted(str(spec))} asks for "
                 "more: sa.Attention.from_spec makes a module of it"
             )
         if window is not None:

@@ -29,7 +29,8 @@ class AttentionSpec:
         layout: structure of the score matrix; ``None`` is plain.
         window: sliding window in positions, ``None`` for none.
         num_heads: overrides the model's number of heads (``standard:1``); ``None`` keeps it.
-        num_kv_heads: overrides the model's number of key and value heads (``standard,kv_heads=1``); ``None`` keeps it.
+        num_kv_heads: overrides the model's number of key and value heads (``standard,kv_heads=1``); ``None``
+            keeps it.
         custom: a variant that is no scoring and layout, in place of all of these. Default ``None``.
     """
 
@@ -63,7 +64,8 @@ class AttentionSpec:
         return self.layout.resolve(context_length) if isinstance(self.layout, Halving) else self.layout
 
     def with_scaling(self, scaling: ScoreScaling) -> AttentionSpec:
-        """The same variant with another scaling of its scores, as muP needs it (``"mup"``), where it had the default.
+        """The same variant with another scaling of its scores, as muP needs it (``"mup"``), where it had the
+        default.
 
         A scaling that was chosen (``"paper"``, say) stays. With a layout it is the layout's that counts.
 

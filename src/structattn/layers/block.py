@@ -71,7 +71,8 @@ class TransformerBlock(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)).
 
     Args:
-        attention: the attention module (``Attention``, or another ``AttentionLayer``); its ``embed_dim`` is the width.
+        attention: the attention module (``Attention``, or another ``AttentionLayer``); its ``embed_dim`` is
+            the width.
         mlp_ratio, bias, dropout: see ``MLP``; dropout is also applied to the attention's output.
     """
 
@@ -102,11 +103,14 @@ class TransformerBlock(nn.Module):
         return self.attention
 
     def check_shard(self) -> None:
-        """Raises ``ConfigError`` unless processes can divide its sequences: an ``Attention`` with a layout of levels or none, and no dropout of weights."""
+        """Raises ``ConfigError`` unless processes can divide its sequences: an ``Attention`` with a layout of
+        levels or none, and no dropout of weights.
+        """
         attention = self.attention
         if not isinstance(attention, Attention):
             raise ConfigError(
-                f"{type(attention).__name__} computes whole sequences, which processes cannot divide: choose attention with a scoring and a layout, "
+                f"{type(attention).__name__} computes whole sequences, which processes cannot divide: choose attention "
+                "with a scoring and a layout, "
                 "such as standard or mlr, or leave sequences whole"
             )
         check_shard(attention.layout, attention.backend, attention.dropout if attention.training else 0.0)

@@ -17,7 +17,8 @@ def build_attention(spec: str | AttentionSpec, shape: LayerShape) -> AttentionLa
     """The layer of a spec in a model: an ``Attention``, or what a ``CustomAttention`` builds.
 
     Raises:
-        ConfigError: the spec does not fit, or a ``CustomAttention`` builds no ``AttentionLayer`` with an ``out_proj``.
+        ConfigError: the spec does not fit, or a ``CustomAttention`` builds no ``AttentionLayer`` with an
+            ``out_proj``.
     """
     value = spec if isinstance(spec, AttentionSpec) else text_forms.read(AttentionSpec, spec)
     if value.custom is not None:

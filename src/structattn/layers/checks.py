@@ -19,7 +19,9 @@ from structattn.layout.text import TextLayout
 
 
 def check_states(name: str, states: Tensor, embed_dim: int, weight: Tensor) -> None:
-    """Raises ``ShapeError`` unless these are hidden states (B, T, embed_dim) that a weight can read; B and T may be 0."""
+    """Raises ``ShapeError`` unless these are hidden states (B, T, embed_dim) that a weight can read; B and T
+    may be 0.
+    """
     check_tensor(name, states)
     if states.dim() != 3 or states.shape[-1] != embed_dim:
         remedy = ""
@@ -35,7 +37,8 @@ def check_kv_heads(num_kv_heads: object) -> None:
     """Raises ``ConfigError`` unless the third argument of a layer is a number of heads or ``None``."""
     if not (num_kv_heads is None or is_int(num_kv_heads)):
         raise ConfigError(
-            f"num_kv_heads, the third argument, must be an int or None, got {describe(num_kv_heads)}; give options such as "
+            f"num_kv_heads, the third argument, must be an int or None, got {describe(num_kv_heads)}; give options "
+            "such as "
             "dropout by name"
         )
 
@@ -81,26 +84,32 @@ def check_shard(layout: Layout | TextLayout | None, backend: str, dropout: float
     """Raises ``ConfigError`` unless attention with these options can be divided among processes."""
     if isinstance(layout, GlobalWindowLayout | TextLayout):
         raise ConfigError(
-            f"processes can divide the sequence of a LevelLayout or of none, got {layout}: choose another spec, such as mlr or sliding, or leave "
+            f"processes can divide the sequence of a LevelLayout or of none, got {layout}: choose another spec, such "
+            "as mlr or sliding, or leave "
             "sequences whole"
         )
     if backend != "auto":
         raise ConfigError(
-            f"where processes divide a sequence, each part takes the fastest backend: leave backend at 'auto', got {backend!r}"
+            "where processes divide a sequence, each part takes the fastest backend: leave backend at 'auto', got "
+            f"{backend!r}"
         )
     if dropout:
         raise ConfigError(
-            f"where processes divide a sequence, attention weights have no dropout: set it to 0, or leave sequences whole; got {dropout}"
+            "where processes divide a sequence, attention weights have no dropout: set it to 0, or leave sequences "
+            f"whole; got {dropout}"
         )
 
 
 def check_cache(cache: object, layer: nn.Module, layout: Layout | TextLayout | None, window: int | None) -> None:
-    """Raises ``ConfigError`` unless a cache is of a layer with that layout and window, or like its own and of no layer yet."""
+    """Raises ``ConfigError`` unless a cache is of a layer with that layout and window, or like its own and of
+    no layer yet.
+    """
     check_type("cache", cache, LayerCache, "a LevelCache, as new_cache() makes one")
     assert isinstance(cache, LayerCache)
     if not _has_levels_of(cache, layout) or cache.window != window:
         raise ConfigError(
-            f"the cache is of another layer: expected layout {layout} and window {window}, got {cache.text or cache.layout} and "
+            f"the cache is of another layer: expected layout {layout} and window {window}, got "
+            f"{cache.text or cache.layout} and "
             f"{cache.window}; make it with new_cache()"
         )
     if isinstance(cache, LevelCache):
@@ -128,12 +137,15 @@ def check_fits(layout: Layout | None, head_dim: int, value_dim: int) -> None:
 
 
 def check_layout_of_call(own: Layout | TextLayout | None, given: object) -> None:
-    """Raises ``ConfigError`` unless a call gives a layout where the module has a ``TextLayout``, and one of that kind, and none otherwise."""
+    """Raises ``ConfigError`` unless a call gives a layout where the module has a ``TextLayout``, and one of
+    that kind, and none otherwise.
+    """
     named = str(given) if isinstance(given, LevelLayout) else describe(given)
     if isinstance(own, TextLayout):
         if not own.fits(given):
             raise ConfigError(
-                f"a module with {own} needs the layout of each text, layout.at(text_units.segments(tokens)): got {named}"
+                f"a module with {own} needs the layout of each text, layout.at(text_units.segments(tokens)): got "
+                f"{named}"
             )
     elif given is not None:
         raise ConfigError(f"the layout of this module is always {own}: leave layout at None, got {named}")

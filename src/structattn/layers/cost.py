@@ -14,7 +14,8 @@ from structattn.layout.levels import MAX_COUNTED, LevelLayout
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCost:
-    """FLOPs of one forward pass for one example, 2 per multiply-add, and what was chosen. Softmax and norms not counted.
+    """FLOPs of one forward pass for one example, 2 per multiply-add, and what was chosen. Softmax and norms
+    not counted.
 
     Attributes:
         contraction: ``factored``, ``formed_left`` or ``formed_right`` (see ``matrices.Contraction``).
@@ -23,7 +24,8 @@ class AttentionCost:
         score_flops: scores of visible pairs, each at its shared rank.
         value_flops: value projection and weighted sum.
         output_flops: output projection.
-        key_cache_numbers, value_cache_numbers: numbers that ``new_cache`` holds for keys and for values at this length, all heads.
+        key_cache_numbers, value_cache_numbers: numbers that ``new_cache`` holds for keys and for values at
+            this length, all heads.
     """
 
     contraction: str
@@ -48,7 +50,9 @@ class AttentionCost:
 
 @dataclass(frozen=True, kw_only=True)
 class CachedNumbers:
-    """The most numbers that a cache keeps, all heads: of keys as features, of hidden states in their place, and of values."""
+    """The most numbers that a cache keeps, all heads: of keys as features, of hidden states in their place,
+    and of values.
+    """
 
     features: int
     hidden: int

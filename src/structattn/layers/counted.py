@@ -19,7 +19,8 @@ def weights_of(layer: nn.Module) -> Weights:
 
 
 def counted_flops(layer: nn.Module, width: int, num_tokens: int) -> int:
-    """FLOPs of ``layer(x)`` with x of shape (1, T, E), of matrix products and PyTorch's attention, 2 per multiply-add.
+    """FLOPs of ``layer(x)`` with x of shape (1, T, E), of matrix products and PyTorch's attention, 2 per
+    multiply-add.
 
     Args:
         layer: on any device; its numbers are not read.
@@ -41,7 +42,8 @@ def counted_flops(layer: nn.Module, width: int, num_tokens: int) -> int:
     except (NotImplementedError, RuntimeError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ConfigError(
-            f"the FLOPs of {type(layer).__name__} are counted in a forward pass on the meta device, which fails: {reason}. Correct the layer, "
+            f"the FLOPs of {type(layer).__name__} are counted in a forward pass on the meta device, which fails: "
+            f"{reason}. Correct the layer, "
             "or define its cost(num_queries)"
         ) from error
     return counter.get_total_flops()

@@ -1,4 +1,6 @@
-"""Keys from the hidden state that all heads share: what a cache keeps in place of the keys of bilinear scores."""
+"""Keys from the hidden state that all heads share: what a cache keeps in place of the keys of bilinear
+scores.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +17,22 @@ from structattn.layers.scoring_modules import ScoringModule
 class ScoringLatent:
     """``cache.Latent`` of a scoring: k_h = norm(A_h x) with A_h linear, one x of E numbers for all heads.
 
-    A norm is a centred and scaled key: with g its weight vector, c its centring and s_h(x) one over the deviation of A_h x,
+    A norm is a centred and scaled key: with g its weight vector, c its centring and s_h(x) one over the
+    deviation of A_h x,
 
         <q, norm(A_h x)> = s_h(x) <A_h^T c(g * q), x> + <q, bias>,
 
-    so that a decoding step multiplies one absorbed query per head with the hidden states, and s_h(x), a number per head (and
-    per norm), is kept beside them. With rotary embedding a key depends on its position too: then keys are made again at every
-    step, which is exact, but costs ``scoring.projection_flops`` of all keys.
+    so that a decoding step multiplies one absorbed query per head with the hidden states, and s_h(x), a
+    number per head (and per norm), is kept beside them. With rotary embedding a key depends on its position
+    too: then keys are made again at every step, which is exact, but costs ``scoring.projection_flops`` of all
+    keys.
 
     Args:
         scoring: the module.
         rotary: of the attention module, or ``None``.
 
-    Source: the absorbed product is that of multi-head latent attention (DeepSeek-V2, 2024); the norms are ours.
+    Source: the absorbed product is that of multi-head latent attention (DeepSeek-V2, 2024); the norms are
+        ours.
     """
 
     def __init__(self, scoring: ScoringModule, rotary: Callable[[Tensor, Tensor], Tensor] | None) -> None:

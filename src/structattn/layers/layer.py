@@ -1,4 +1,6 @@
-"""What a model needs of an attention layer, so that it may have others than those of a scoring and a layout."""
+"""What a model needs of an attention layer, so that it may have others than those of a scoring and a
+layout.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +29,18 @@ from structattn.layout.text import TextLayout
 class LayerShape:
     """What a model asks of the attention of one of its layers.
 
-    A layer that cannot do what is asked, such as one that is always causal, raises ``ConfigError`` where it is built.
+    A layer that cannot do what is asked, such as one that is always causal, raises ``ConfigError`` where it
+    is built.
 
     Args:
         embed_dim: E, the width of the model.
         num_heads: H.
         num_kv_heads: heads of keys and values, which divides H. Default ``None``: H.
         context_length: the longest sequence that the model is made for, in tokens.
-        is_causal: whether a token sees only itself and those before it. Language models ask for it. Default ``True``.
-        rotary: how queries and keys are rotated by their positions. Default ``None``: the model adds learned positions.
+        is_causal: whether a token sees only itself and those before it. Language models ask for it. Default
+            ``True``.
+        rotary: how queries and keys are rotated by their positions. Default ``None``: the model adds learned
+            positions.
         qk_norm: whether queries and keys are normalized. Default ``True``.
         bias: whether linear layers have biases. Default ``False``.
         dropout: of attention weights. Default 0.
@@ -61,7 +66,9 @@ class LayerCost(Protocol):
 
     @property
     def cache_numbers(self) -> int | None:
-        """Numbers that ``new_cache`` keeps of the sequence; ``None`` where that is not known, or where there is no cache."""
+        """Numbers that ``new_cache`` keeps of the sequence; ``None`` where that is not known, or where there
+        is no cache.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,10 +90,12 @@ class AttentionLayer(nn.Module):
     A class of its own defines ``mix``, and assigns ``out_proj`` in its ``__init__``. The rest is optional:
 
     * ``cost`` counts the FLOPs of a forward pass by default.
-    * ``new_cache``, and with it ``forward`` and ``check_cache``. Without a cache, ``generate`` computes the whole sequence again for
-      each token, and reports show a dash for the size of the cache and the time of a decoding step.
-    * ``forward(x, *, cache=None, left_padding=None, cu_seqlens=None, layout=None)``, with the meaning of that of ``Attention``, for a
-      layer that takes padded and packed sequences at once; ``layout`` is ``None`` unless the layer has a ``TextLayout``.
+    * ``new_cache``, and with it ``forward`` and ``check_cache``. Without a cache, ``generate`` computes the
+      whole sequence again for each token, and reports show a dash for the size of the cache and the time of a
+      decoding step.
+    * ``forward(x, *, cache=None, left_padding=None, cu_seqlens=None, layout=None)``, with the meaning of that
+      of ``Attention``, for a layer that takes padded and packed sequences at once; ``layout`` is ``None``
+      unless the layer has a ``TextLayout``.
 
     Args:
         embed_dim, num_heads, num_kv_heads: E; H, which divides it; and G, which divides H. Default of G: H.
@@ -120,7 +129,8 @@ class AttentionLayer(nn.Module):
             check_size(name, size)
         if embed_dim % num_heads or num_heads % groups:
             raise ConfigError(
-                f"num_heads must divide embed_dim, and num_kv_heads num_heads: got embed_dim {embed_dim}, num_heads {num_heads} and "
+                f"num_heads must divide embed_dim, and num_kv_heads num_heads: got embed_dim {embed_dim}, num_heads "
+                f"{num_heads} and "
                 f"num_kv_heads {groups}"
             )
         self.embed_dim = embed_dim
@@ -149,7 +159,8 @@ class AttentionLayer(nn.Module):
         cu_seqlens: Tensor | None = None,
         layout: Any = None,
     ) -> Tensor:
-        """``out_proj`` of ``mix``: of packed sequences one after the other, of padded ones without their padding.
+        """``out_proj`` of ``mix``: of packed sequences one after the other, of padded ones without their
+        padding.
 
         Args:
             x: (B, T, E).
@@ -199,8 +210,9 @@ class AttentionLayer(nn.Module):
     def cost(self, num_queries: int) -> LayerCost:
         """What one forward pass over that many tokens costs, and what the cache keeps of them.
 
-        Default: the FLOPs that ``torch.utils.flop_counter`` counts in a forward pass on the meta device, which takes no memory: those of
-        matrix products and of PyTorch's attention, hidden pairs included. Nothing is known of a cache.
+        Default: the FLOPs that ``torch.utils.flop_counter`` counts in a forward pass on the meta device,
+        which takes no memory: those of matrix products and of PyTorch's attention, hidden pairs included.
+        Nothing is known of a cache.
 
         Raises:
             ConfigError: the default cannot run the layer without numbers.
@@ -223,11 +235,15 @@ class AttentionLayer(nn.Module):
         page_size: int = PAGE_SIZE,
         left_padding: Tensor | Sequence[int] | None = None,
     ) -> OneLayerCache:
-        """An empty cache for ``forward``; arguments as of ``LevelCache``. Default: ``ConfigError``, there is none."""
+        """An empty cache for ``forward``; arguments as of ``LevelCache``. Default: ``ConfigError``, there is
+        none.
+        """
         raise self._without_cache()
 
     def check_cache(self, cache: object) -> None:
-        """Raises ``ConfigError`` unless it is a cache of this layer, or like its own and of no layer yet; by default, a ``LevelCache``."""
+        """Raises ``ConfigError`` unless it is a cache of this layer, or like its own and of no layer yet; by
+        default, a ``LevelCache``.
+        """
         if not self.has_cache:
             raise self._without_cache()
         check_cache(cache, self, self.layout, self.window)
@@ -241,8 +257,9 @@ class AttentionLayer(nn.Module):
 class CustomAttention(ABC):
     """An attention variant that is no scoring and layout, as a value that builds the layers of models.
 
-    A subclass is a frozen dataclass of the options of the variant. ``AttentionSpec(custom=...)`` holds it; a ``Form`` gives it a text form,
-    which ``add_form``, or an entry point of the group ``structattn.attention``, makes known.
+    A subclass is a frozen dataclass of the options of the variant. ``AttentionSpec(custom=...)`` holds it; a
+    ``Form`` gives it a text form, which ``add_form``, or an entry point of the group
+    ``structattn.attention``, makes known.
 
     Example:
         >>> @dataclass(frozen=True)

@@ -1,4 +1,6 @@
-"""``StructuredLinear``, a drop-in for ``nn.Linear``, and ``replace_linears``, which swaps the linear layers of a model."""
+"""``StructuredLinear``, a drop-in for ``nn.Linear``, and ``replace_linears``, which swaps the linear layers
+of a model.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ Rule = Callable[[nn.Linear], Structure | StructuredMatrix | str | None]
 
 
 class ComputedWeight(Tensor):
-    """A dense form that is computed at every access. Writing to it, or to a view of it, would change nothing: it raises.
+    """A dense form that is computed at every access. Writing to it, or to a view of it, would change nothing:
+    it raises.
 
     Everything else that is computed from it is a plain tensor.
 
@@ -37,7 +40,8 @@ class ComputedWeight(Tensor):
         written = (*args[:1], *(kwargs[key] for key in ("input", "tensor") if key in kwargs)) if is_write else ()
         if any(isinstance(value, cls) for value in (*written, kwargs.get("out"))):
             raise ConfigError(
-                f"the weight of a StructuredLinear is computed from its factors, so that {name} on it changes nothing: use "
+                f"the weight of a StructuredLinear is computed from its factors, so that {name} on it changes nothing: "
+                "use "
                 "reset_parameters(), or give StructuredLinear a matrix, such as matrices.fit(weight, like=...).matrix"
             )
         with torch._C.DisableTorchFunctionSubclass():
@@ -69,10 +73,12 @@ class StructuredLinear(nn.Module):
 
     Args:
         in_features, out_features: as ``nn.Linear``.
-        structure: a ``Structure``, its text (``"monarch"``, ``"btt:2"``), or a ready ``StructuredMatrix`` of shape
-            (out_features, in_features) without batch dimensions, which is used as it is (its weights are kept).
+        structure: a ``Structure``, its text (``"monarch"``, ``"btt:2"``), or a ready ``StructuredMatrix`` of
+            shape (out_features, in_features) without batch dimensions, which is used as it is (its weights
+            are kept).
         bias: add a learned bias, zero at first. Default ``True``.
-        device, dtype: as ``nn.Linear``; ``None`` keeps those of a ready matrix (which is moved if they are given).
+        device, dtype: as ``nn.Linear``; ``None`` keeps those of a ready matrix (which is moved if they are
+            given).
 
     Under autocast outputs have its dtype, as those of ``nn.Linear`` do.
 
@@ -81,7 +87,8 @@ class StructuredLinear(nn.Module):
         bias: (out_features,) or ``None``.
 
     Raises:
-        ConfigError: the structure does not exist at this size, a ready matrix has another one, or ``weight`` is written to.
+        ConfigError: the structure does not exist at this size, a ready matrix has another one, or ``weight``
+            is written to.
 
     Cost: ``matrix.flops`` per vector and ``matrix.num_params`` parameters, against 2 in out and in out.
     """
@@ -107,7 +114,8 @@ class StructuredLinear(nn.Module):
             found = (structure.num_rows, structure.num_cols, structure.batch_shape)
             if found != (out_features, in_features, ()):
                 raise ConfigError(
-                    f"StructuredLinear {in_features} -> {out_features} needs one {out_features} x {in_features} matrix, got "
+                    f"StructuredLinear {in_features} -> {out_features} needs one {out_features} x {in_features} "
+                    "matrix, got "
                     f"{found[0]} x {found[1]} with batch_shape {found[2]}"
                 )
             self.matrix = structure
@@ -123,16 +131,20 @@ class StructuredLinear(nn.Module):
             self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Factors by the fan-in of one block in the product M x, so that outputs keep the variance of inputs; zero bias."""
+        """Factors by the fan-in of one block in the product M x, so that outputs keep the variance of inputs;
+        zero bias.
+        """
         self.matrix.reset_parameters(self.matrix.product_fan_ins)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
     @property
     def weight(self) -> Tensor:
-        """M written out, (out_features, in_features), differentiable; for code that reads ``nn.Linear.weight``.
+        """M written out, (out_features, in_features), differentiable; for code that reads
+        ``nn.Linear.weight``.
 
-        It is computed at every access, at the cost of ``in_features`` products, so that writing to it raises ``ConfigError``.
+        It is computed at every access, at the cost of ``in_features`` products, so that writing to it raises
+        ``ConfigError``.
         """
         dense = self.matrix.to_dense()
         return dense if torch.compiler.is_compiling() else dense.as_subclass(ComputedWeight)
@@ -143,7 +155,9 @@ class StructuredLinear(nn.Module):
         super().__setattr__(name, value)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., in_features) to (..., out_features); raises ``ShapeError`` when the last dimension differs."""
+        """(..., in_features) to (..., out_features); raises ``ShapeError`` when the last dimension
+        differs.
+        """
         check_tensor("x", x)
         if x.dim() < 1 or x.shape[-1] != self.in_features:
             raise ShapeError(f"StructuredLinear: expected (..., {self.in_features}), got {tuple(x.shape)}")
@@ -151,16 +165,19 @@ class StructuredLinear(nn.Module):
         return out if self.bias is None else out + self.bias.to(out.dtype)  # 16 bits under autocast
 
     def parameter_roles(self) -> dict[str, Role]:
-        """The muP role of every parameter: those of the matrix, and a bias; as an output see ``weight_roles``."""
+        """The muP role of every parameter: those of the matrix, and a bias; as an output see
+        ``weight_roles``.
+        """
         roles = {f"matrix.{name}": role for name, role in self.matrix.parameter_roles().items()}
         return roles if self.bias is None else {**roles, "bias": Role(kind="bias")}
 
     def weight_roles(self, role: Role) -> dict[str, Role]:
-        """The muP roles of the factors where a module declares one for ``weight``, as if this were the linear layer it replaces.
+        """The muP roles of the factors where a module declares one for ``weight``, as if this were the linear
+        layer it replaces.
 
         Args:
-            role: an output starts at zero: so does one group of factors, in which M is linear, and the others as always. Any other
-                role leaves the factors theirs.
+            role: an output starts at zero: so does one group of factors, in which M is linear, and the others
+                as always. Any other role leaves the factors theirs.
         """
         check_type("role", role, Role, "a mup.Role")
         roles = {f"matrix.{name}": found for name, found in self.matrix.parameter_roles().items()}
@@ -179,32 +196,35 @@ class StructuredLinear(nn.Module):
 def replace_linears(model: nn.Module, rule: Rule) -> tuple[str, ...]:
     """Swaps linear layers of an existing model, in place, for ``StructuredLinear``.
 
-    The new layer takes over the bias, the dtype, the device, the training mode, and whether its weight was frozen. A layer that
-    occurs several times in the model stays one layer.
+    The new layer takes over the bias, the dtype, the device, the training mode, and whether its weight was
+    frozen. A layer that occurs several times in the model stays one layer.
 
-    Some layers are kept, without asking the rule, because more than y = W x + b happens with their weight: those with a
-    ``forward`` that their class defines (subclasses of ``nn.Linear``, quantised layers); the parts of ``nn.MultiheadAttention``, which
-    multiplies with its parameters itself (``structattn.Attention`` replaces it whole); and the parts of an adapter, that is, of
-    a module with a ``base_layer``, as LoRA layers have (replace first, then add adapters).
+    Some layers are kept, without asking the rule, because more than y = W x + b happens with their weight:
+    those with a ``forward`` that their class defines (subclasses of ``nn.Linear``, quantised layers); the
+    parts of ``nn.MultiheadAttention``, which multiplies with its parameters itself (``structattn.Attention``
+    replaces it whole); and the parts of an adapter, that is, of a module with a ``base_layer``, as LoRA
+    layers have (replace first, then add adapters).
 
     Args:
         model: any module that contains ``nn.Linear`` layers.
-        rule: called with every other ``nn.Linear``; returns what to put there: a structure (fresh weights), a ready matrix such
-            as ``matrices.fit(layer.weight, like=...).matrix``, or ``None`` to keep the layer. It sees the module, not its name.
+        rule: called with every other ``nn.Linear``; returns what to put there: a structure (fresh weights), a
+            ready matrix such as ``matrices.fit(layer.weight, like=...).matrix``, or ``None`` to keep the
+            layer. It sees the module, not its name.
 
     Returns:
         The dotted names of the replaced layers, in the order of ``named_modules``.
 
     Raises:
-        ConfigError: the model itself is the layer (there is no place to put another); a chosen layer has hooks or a patched
-            ``forward``, which would be lost, or a weight that is shared with another module, computed, no plain parameter (distributed, quantised), or not
-            there yet; one ready matrix is given to two layers; or the structure does not exist at its size. The model is then
-            unchanged.
+        ConfigError: the model itself is the layer (there is no place to put another); a chosen layer has
+            hooks or a patched ``forward``, which would be lost, or a weight that is shared with another
+            module, computed, no plain parameter (distributed, quantised), or not there yet; one ready matrix
+            is given to two layers; or the structure does not exist at its size. The model is then unchanged.
     """
     check_type("model", model, nn.Module, "a torch.nn.Module")
     if not callable(rule) or isinstance(rule, type | nn.Module):
         raise ConfigError(
-            f"the rule is called with every nn.Linear, got {describe(rule)}; for all layers: lambda layer: {quoted(rule)}"
+            f"the rule is called with every nn.Linear, got {describe(rule)}; for all layers: lambda layer: "
+            f"{quoted(rule)}"
         )
     owners: dict[int, set[int]] = {}
     for module in model.modules():
@@ -239,7 +259,9 @@ def replace_linears(model: nn.Module, rule: Rule) -> tuple[str, ...]:
 
 
 def _check_replaceable(name: str, layer: nn.Linear, owners: dict[int, set[int]]) -> None:
-    """Raises ``ConfigError`` for a layer with something that would be lost; ``owners`` are the modules of each parameter."""
+    """Raises ``ConfigError`` for a layer with something that would be lost; ``owners`` are the modules of
+    each parameter.
+    """
     keep = "or let the rule return None for it"
     for own in ("weight", "bias"):
         parameter = getattr(layer, own)
@@ -252,7 +274,8 @@ def _check_replaceable(name: str, layer: nn.Linear, owners: dict[int, set[int]])
         raise ConfigError(f"{name} has no sizes yet: run the model once before layers are replaced")
     if type(layer.weight) is not nn.Parameter:
         raise ConfigError(
-            f"the weight of {name} is a {type(layer.weight).__name__}, no plain parameter: replace layers before the model is "
+            f"the weight of {name} is a {type(layer.weight).__name__}, no plain parameter: replace layers before the "
+            "model is "
             f"distributed or quantised, {keep}"
         )
     if len(owners[id(layer.weight)]) > 1:

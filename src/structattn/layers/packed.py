@@ -17,7 +17,8 @@ def attend_packed(attention: Attention, cache: PackedCache, layer: int, x: Tenso
 
     Args:
         attention: the module, without dropout.
-        cache: such as a ``PagedCache``, which knows the request of each token, and keeps the keys as features.
+        cache: such as a ``PagedCache``, which knows the request of each token, and keeps the keys as
+            features.
         layer: number of the module in the cache.
         x: (1, T, E).
         positions: int (T,), of each token in its request.
@@ -29,7 +30,8 @@ def attend_packed(attention: Attention, cache: PackedCache, layer: int, x: Tenso
     layout = attention.layout
     if not attention.is_causal or isinstance(layout, TextLayout):
         raise ConfigError(
-            f"a paged cache is for causal attention with equal blocks: this module has is_causal={attention.is_causal} and layout {layout}"
+            f"a paged cache is for causal attention with equal blocks: this module has is_causal={attention.is_causal} "
+            f"and layout {layout}"
         )
     scoring = attention.scoring
     check_states("x", x, attention.embed_dim, next(scoring.matrix.parameters()))

@@ -32,7 +32,8 @@ SCALING_KINDS: tuple[ScalingKind, ...] = get_args(ScalingKind)
 
 _DEFAULT_BASE = 10_000.0
 _MOST_DIMS = 2**20  # of a level: its frequencies are written out one by one
-# YaRN's bounds, in turns within the original length: below the first interpolated fully, above the second not at all.
+# YaRN's bounds, in turns within the original length: below the first interpolated fully, above the second not
+# at all.
 _FEW_TURNS, _MANY_TURNS = 1.0, 32.0
 
 
@@ -42,15 +43,18 @@ class RotaryScaling:
 
         linear   theta_i' = theta_i / s                            (positions divided by s)
         ntk      theta_i' = b'^(-i/N), b' = base s^(d/(d-2))       (d = 2N rotated dimensions; the slowest is divided by s,
-                                                                   the fastest kept; with N = 1 nothing changes)
+                                                                   the fastest kept; with N = 1 nothing
+                                                                   changes)
         yarn     theta_i' = theta_i (g + (1 - g) / s),  g = (t_i - 1) / (32 - 1) clipped to [0, 1],
-                 t_i = LENGTH theta_i / 2 pi, the turns within the original length; and q and k times 0.1 ln s + 1
+                 t_i = LENGTH theta_i / 2 pi, the turns within the original length; and q and k times 0.1 ln s
+                 + 1
 
     With the split ``per_level`` N and d are those of the level.
 
-    All are static: the frequencies depend on this value only. Dynamic scaling, where s follows the current length, does not
-    go with a key cache: cached keys were rotated with the frequencies of the length at that time, and turning them again at every step
-    would cost a pass over the cache for each token. Choose s for the longest context instead.
+    All are static: the frequencies depend on this value only. Dynamic scaling, where s follows the current
+    length, does not go with a key cache: cached keys were rotated with the frequencies of the length at that
+    time, and turning them again at every step would cost a pass over the cache for each token. Choose s for
+    the longest context instead.
 
     Args:
         kind: ``"linear"``, ``"ntk"`` or ``"yarn"``.
@@ -58,12 +62,14 @@ class RotaryScaling:
         original_length: context length of training in positions; for ``yarn``, and for no other.
 
     Raises:
-        ConfigError: an unknown kind, a factor that is not a finite number of at least 1, or a length missing or too much.
+        ConfigError: an unknown kind, a factor that is not a finite number of at least 1, or a length missing
+            or too much.
 
     Source: linear: Chen et al. 2023, "Extending Context Window of Large Language Models via Positional Interpolation"; ntk:
-    "NTK-aware" in Peng et al. 2023, "YaRN", section 3.1; yarn: the same, sections 3.2 and 3.4. As in the text there, the ramp
-    is linear in turns; the code published with it, and those that follow it, make it linear in the index of the frequency.
-    Our temperature also scales the dimensions that are not rotated, so that it is one for the whole score.
+    "NTK-aware" in Peng et al. 2023, "YaRN", section 3.1; yarn: the same, sections 3.2 and 3.4. As in the text
+    there, the ramp is linear in turns; the code published with it, and those that follow it, make it linear
+    in the index of the frequency. Our temperature also scales the dimensions that are not rotated, so that it
+    is one for the whole score.
     """
 
     kind: ScalingKind
@@ -124,20 +130,23 @@ class RotaryScaling:
 class Rotary:
     """Rotary positions for queries and keys whose dimensions are divided among levels.
 
-    In the slice of level l, of r_l dimensions, dimension i and dimension i + floor(r_l / 2) are one complex number, which
-    position p turns by p times its frequency; with an odd r_l the last dimension is not rotated:
+    In the slice of level l, of r_l dimensions, dimension i and dimension i + floor(r_l / 2) are one complex
+    number, which position p turns by p times its frequency; with an odd r_l the last dimension is not
+    rotated:
 
         (x_i + j x_{i + n_l})  ->  exp(j p theta) (x_i + j x_{i + n_l}),    n_l = floor(r_l / 2), i < n_l.
 
-    So every slice is closed under the pairing, and <q_i[slice l], k_j[slice l]> depends on the positions only by i - j, for
-    each level. With one level this is the usual rotation of the two halves of the head dimension.
+    So every slice is closed under the pairing, and <q_i[slice l], k_j[slice l]> depends on the positions only
+    by i - j, for each level. With one level this is the usual rotation of the two halves of the head
+    dimension.
 
-    With N = sum n_l and theta_i = base^(-i/N), i = 0 the fastest, ``split`` says which level gets which frequencies:
+    With N = sum n_l and theta_i = base^(-i/N), i = 0 the fastest, ``split`` says which level gets which
+    frequencies:
 
-    * ``"low_far"``: level 1, the global one, gets the n_1 slowest, level 2 the next slower, ..., the deepest level, which
-      sees only near pairs, the fastest.
-    * ``"interleaved"``: every level gets frequencies from the whole range, evenly spread: in the order of (k + 1/2) / n_l, k =
-      0 ... n_l - 1, over all levels, at a tie the deepest level first.
+    * ``"low_far"``: level 1, the global one, gets the n_1 slowest, level 2 the next slower, ..., the deepest
+      level, which sees only near pairs, the fastest.
+    * ``"interleaved"``: every level gets frequencies from the whole range, evenly spread: in the order of (k
+      + 1/2) / n_l, k = 0 ... n_l - 1, over all levels, at a tie the deepest level first.
     * ``"per_level"``: every level has the whole range, theta_k = base^(-k/n_l).
 
     Within a level frequencies go from fast to slow. With one level the three are equal.
@@ -215,12 +224,15 @@ class Rotary:
         return plain if self.scaling is None else self.scaling.apply(plain)
 
     def build(self, ranks: Sequence[int]) -> RotaryEmbedding:
-        """The module for levels of these ranks; a plain head is one level, ``(head_dim,)``. Errors as ``frequencies``."""
+        """The module for levels of these ranks; a plain head is one level, ``(head_dim,)``. Errors as
+        ``frequencies``.
+        """
         return RotaryEmbedding(self, ranks)
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotates queries or keys by their positions, every level with its own frequencies; see ``Rotary`` for the formula.
+    """Rotates queries or keys by their positions, every level with its own frequencies; see ``Rotary`` for
+    the formula.
 
     Args:
         rotary: base, split and scaling.
@@ -229,13 +241,14 @@ class RotaryEmbedding(nn.Module):
     Attributes:
         head_dim: D.
         frequencies: per level, in radians per position, level 1 first and fast to slow.
-        turns, partners: (D,), int64, not in the state dict: the turn of each dimension per position, and its pair.
+        turns, partners: (D,), int64, not in the state dict: the turn of each dimension per position, and its
+            pair.
 
     Raises:
         ConfigError: a rank is not a positive int.
 
-    Cost: no parameters; 3 D operations per head and position, and D sines and cosines per position, in float32 (float64 for
-    float64); 16 D bytes of tables.
+    Cost: no parameters; 3 D operations per head and position, and D sines and cosines per position, in
+    float32 (float64 for float64); 16 D bytes of tables.
     """
 
     turns: Tensor
@@ -253,9 +266,10 @@ class RotaryEmbedding(nn.Module):
         sizes: list[int] = []
         order: list[int] = []
         for rank, thetas in zip(self.ranks, self.frequencies, strict=True):
-            # A turn of the circle is 2^64, so that int64 holds angles: sums and products drop whole turns by overflow, no
-            # accuracy is lost at far positions, and no `.to(bfloat16)`, which casts all that floats, can touch the table.
-            # The first of a pair turns backwards: the rotation is x cos + partner sin with no table of signs.
+            # A turn of the circle is 2^64, so that int64 holds angles: sums and products drop whole turns by
+            # overflow, no accuracy is lost at far positions, and no `.to(bfloat16)`, which casts all that
+            # floats, can touch the table. The first of a pair turns backwards: the rotation is x cos +
+            # partner sin with no table of signs.
             pairs = [round(theta / (2 * math.pi) * 2**64) for theta in thetas]
             rest = rank % 2
             turns += [-turn for turn in pairs] + pairs + [0] * rest
@@ -273,12 +287,15 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("partners", torch.tensor(self._partners), persistent=False)
 
     def reset_parameters(self) -> None:
-        """Makes the tables again, on their device. For code that gives a module of the meta device memory by its own means."""
+        """Makes the tables again, on their device. For code that gives a module of the meta device memory by
+        its own means.
+        """
         self.turns = torch.tensor(self._turns, device=self.turns.device)
         self.partners = torch.tensor(self._partners, device=self.partners.device)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        # `to_empty` gives memory without content, and what is not in the state dict is not loaded afterwards either.
+        # `to_empty` gives memory without content, and what is not in the state dict is not loaded afterwards
+        # either.
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.reset_parameters()
         return self
@@ -300,11 +317,13 @@ class RotaryEmbedding(nn.Module):
         check_tensor("positions", positions)
         if x.dim() != 4 or x.shape[-1] != self.head_dim or not x.is_floating_point() or x.element_size() == 1:
             raise ShapeError(
-                f"x must be float (of 16, 32 or 64 bits) of shape (batch, heads, length, {self.head_dim}), the last the sum of the ranks "
+                f"x must be float (of 16, 32 or 64 bits) of shape (batch, heads, length, {self.head_dim}), the last "
+                "the sum of the ranks "
                 f"{'|'.join(map(str, self.ranks))}; got {x.dtype} of shape {tuple(x.shape)}"
             )
         batch, _, length, _ = x.shape
-        # A batch is not compared with a length: an exported program would then refuse inputs where they are equal.
+        # A batch is not compared with a length: an exported program would then refuse inputs where they are
+        # equal.
         if positions.shape != ((batch, length) if positions.dim() == 2 else (length,)):
             raise ShapeError(
                 f"positions must have shape ({length},) or ({batch}, {length}) for x of shape {tuple(x.shape)}, got "
@@ -312,7 +331,8 @@ class RotaryEmbedding(nn.Module):
             )
         if x.device != positions.device or positions.device != self.turns.device:
             raise ShapeError(
-                f"x, positions and this module need one device: they are on {x.device}, {positions.device} and {self.turns.device}"
+                f"x, positions and this module need one device: they are on {x.device}, {positions.device} and "
+                f"{self.turns.device}"
             )
         if positions.dtype not in INT_DTYPES:
             raise ShapeError(f"positions must be of an integer dtype, such as torch.int64; got {positions.dtype}")
@@ -332,7 +352,8 @@ class RotaryEmbedding(nn.Module):
         """x with the two of every pair exchanged."""
         if x.shape[-2] == 1:  # decoding: one small operation counts, and the gather is that
             return x.index_select(-1, self.partners)
-        # Long inputs: whole spans are copied, forwards and backwards, several times faster than a gather of single numbers.
+        # Long inputs: whole spans are copied, forwards and backwards, several times faster than a gather of
+        # single numbers.
         spans = x.split(self._sizes, dim=-1)
         return torch.cat([spans[span] for span in self._order], dim=-1)
 

@@ -1,7 +1,9 @@
-"""An order of a head's dimensions in which every level's slice is closed under the pairing of rotary positions.
+"""An order of a head's dimensions in which every level's slice is closed under the pairing of rotary
+positions.
 
-"The first r dimensions" of a rotated key are halves of pairs, whose product with a query's does not depend only on the distance.
-Permuting the dimensions of queries and keys alike changes no score, so they are permuted such that each slice holds whole pairs.
+"The first r dimensions" of a rotated key are halves of pairs, whose product with a query's does not depend
+only on the distance. Permuting the dimensions of queries and keys alike changes no score, so they are
+permuted such that each slice holds whole pairs.
 """
 
 from __future__ import annotations
@@ -64,7 +66,8 @@ class Rotation:
         return cls(found[1], int(found[2]))  # type: ignore[arg-type]
 
     def pairs(self, head_dim: int) -> tuple[tuple[int, int], ...]:
-        """The D / 2 pairs of a head, from the fastest to the slowest; dimensions that are not rotated come last.
+        """The D / 2 pairs of a head, from the fastest to the slowest; dimensions that are not rotated come
+        last.
 
         Raises:
             ConfigError: the head has fewer dimensions than are rotated, or an odd number.
@@ -80,7 +83,8 @@ def check_split(split: Any) -> RotarySplit:
     """The split; raises ``ConfigError`` unless it keeps trained frequencies, which ``per_level`` does not."""
     if isinstance(split, str) and split == "per_level":
         raise ConfigError(
-            "rotary_split 'per_level' gives every level separate frequencies, but a trained model keeps those that it was trained "
+            "rotary_split 'per_level' gives every level separate frequencies, but a trained model keeps those that it "
+            "was trained "
             "with: use 'low_far' or 'interleaved'"
         )
     check_choice("rotary_split", split, ROTARY_SPLITS)
@@ -103,7 +107,8 @@ def level_pairs(ranks: tuple[int, ...], split: RotarySplit) -> tuple[tuple[int, 
 
     Args:
         ranks: dimensions of each level, level 1 first.
-        split: ``"low_far"``: level 1 gets the slowest; ``"interleaved"``: every level gets some of the whole range.
+        split: ``"low_far"``: level 1 gets the slowest; ``"interleaved"``: every level gets some of the whole
+            range.
 
     Returns:
         For each level the numbers of its pairs, ascending: 0 is the fastest.
@@ -121,8 +126,8 @@ def level_pairs(ranks: tuple[int, ...], split: RotarySplit) -> tuple[tuple[int, 
 def dimension_order(ranks: tuple[int, ...], split: RotarySplit, rotation: Rotation) -> tuple[int, ...]:
     """The dimension of the model at each position in the order of the levels.
 
-    The slice of a level holds the first dimensions of its pairs, then their partners, in the same order. With one
-    level this is the model's own order. Dimensions that are not rotated count as the slowest pairs.
+    The slice of a level holds the first dimensions of its pairs, then their partners, in the same order. With
+    one level this is the model's own order. Dimensions that are not rotated count as the slowest pairs.
 
     Args:
         ranks: dimensions of each level, level 1 first; their sum is D.
@@ -141,13 +146,16 @@ def dimension_order(ranks: tuple[int, ...], split: RotarySplit, rotation: Rotati
 
 
 def dimensions_of(levels: Iterable[Sequence[int]], rotation: Rotation, head_dim: int) -> tuple[int, ...]:
-    """The dimensions of a head in the order of levels, of which each has these of its rotary pairs: 0 is the fastest."""
+    """The dimensions of a head in the order of levels, of which each has these of its rotary pairs: 0 is the
+    fastest.
+    """
     pairs = rotation.pairs(head_dim)
     return tuple(pairs[pair][end] for level in levels for end in (0, 1) for pair in level)
 
 
 def rotation_of(rotary: str | Rotation, head_dim: int) -> Rotation:
-    """The rotation of a text: ``"halves"`` and ``"adjacent"`` are of the whole head, ``"halves:64"`` of its first 64 dimensions.
+    """The rotation of a text: ``"halves"`` and ``"adjacent"`` are of the whole head, ``"halves:64"`` of its
+    first 64 dimensions.
 
     Raises:
         ConfigError: it is another text, or the head has fewer dimensions or an odd number.
@@ -162,8 +170,9 @@ def rotation_of(rotary: str | Rotation, head_dim: int) -> Rotation:
 def rotary_order(layout: Layout, rotary: str | Rotation = "halves", split: RotarySplit = "low_far") -> tuple[int, ...]:
     """The order of a head's dimensions in which each level of a layout has whole rotary pairs.
 
-    For code that rotates queries and keys itself: a level is a slice of the dimensions, and a slice that cuts a rotary pair scores by
-    positions in place of distances. Rotated queries and keys in this order have no cut pair:
+    For code that rotates queries and keys itself: a level is a slice of the dimensions, and a slice that cuts
+    a rotary pair scores by positions in place of distances. Rotated queries and keys in this order have no
+    cut pair:
 
         q, k = q[..., order], k[..., order]
 
@@ -171,12 +180,15 @@ def rotary_order(layout: Layout, rotary: str | Rotation = "halves", split: Rotar
 
     Args:
         layout: ``LevelLayout`` or ``GlobalWindowLayout``; its ranks are even and sum to the head dimension D.
-        rotary: how the code pairs dimensions: ``"halves"`` (dimension i with i + D / 2), ``"adjacent"`` (2 i with 2 i + 1), or
-            either with the number of rotated dimensions, the first ones of the head: ``"halves:64"``.
-        split: ``"low_far"``: level 1 gets the slowest pairs; ``"interleaved"``: every level gets some of the whole range.
+        rotary: how the code pairs dimensions: ``"halves"`` (dimension i with i + D / 2), ``"adjacent"`` (2 i
+            with 2 i + 1), or either with the number of rotated dimensions, the first ones of the head:
+            ``"halves:64"``.
+        split: ``"low_far"``: level 1 gets the slowest pairs; ``"interleaved"``: every level gets some of the
+            whole range.
 
     Returns:
-        D numbers, a permutation: the dimension of the head at each position. Dimensions that are not rotated count as the slowest.
+        D numbers, a permutation: the dimension of the head at each position. Dimensions that are not rotated
+        count as the slowest.
 
     Raises:
         ConfigError: a rank is odd, or the rotation does not fit the head.
@@ -204,7 +216,9 @@ def runs_of(order: tuple[int, ...]) -> Runs:
 
 
 def reordered(x: Tensor, runs: Runs) -> Tensor:
-    """The last axis of x as its runs, concatenated: slices need no index tensor on the device, and are faster than a gather of many numbers."""
+    """The last axis of x as its runs, concatenated: slices need no index tensor on the device, and are faster
+    than a gather of many numbers.
+    """
     if len(runs) <= 1:
         return x
     if x.is_cpu and is_eager(x) and x.numel() <= _FEW_NUMBERS:
@@ -214,7 +228,9 @@ def reordered(x: Tensor, runs: Runs) -> Tensor:
 
 @dataclass(frozen=True)
 class RunOrder:
-    """Puts the dimensions of queries and keys (B, heads, T, D) in an order that all heads share, given as runs; none: the one they have."""
+    """Puts the dimensions of queries and keys (B, heads, T, D) in an order that all heads share, given as
+    runs; none: the one they have.
+    """
 
     runs: Runs
 

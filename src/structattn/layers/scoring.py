@@ -1,6 +1,7 @@
 """Scoring: the structure of M in the score x^T M x', that is, how hidden states become queries and keys.
 
-``LowRank``, ``BTT``, ``MLR`` and ``Matrix`` are values: they say which structure. ``build`` makes the module with the weights.
+``LowRank``, ``BTT``, ``MLR`` and ``Matrix`` are values: they say which structure. ``build`` makes the module
+with the weights.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from structattn.matrices import LowRank as LowRankMatrix
 
 
 class Scoring(Protocol):
-    """A value that says how queries and keys are made; ``LowRank``, ``BTT``, ``MLR`` and ``Matrix`` are the ones there are."""
+    """A value that says how queries and keys are made; ``LowRank``, ``BTT``, ``MLR`` and ``Matrix`` are the
+    ones there are.
+    """
 
     def feature_dim(self, embed_dim: int, num_heads: int) -> int:
         """The dimension D of queries and keys, which the ranks of a layout must sum to."""
@@ -106,7 +109,8 @@ class LowRank:
 
 @dataclass(frozen=True, kw_only=True)
 class BTT:
-    """Bilinear BTT: score_h = <norm(x), norm(M_h x')> / sqrt(E) with M_h a block tensor train; full rank in every head.
+    """Bilinear BTT: score_h = <norm(x), norm(M_h x')> / sqrt(E) with M_h a block tensor train; full rank in
+    every head.
 
     Args:
         rank: s of ``BlockTensorTrain``; the paper uses 1 and 2.
@@ -137,11 +141,14 @@ class BTT:
 
 @dataclass(frozen=True, kw_only=True)
 class MLR:
-    """Bilinear MLR: score_h = sum over levels of <norm(L_l^T x), norm(R_l^T x')> / sqrt(r_l p_l), p_l = 2^(l-1).
+    """Bilinear MLR: score_h = sum over levels of <norm(L_l^T x), norm(R_l^T x')> / sqrt(r_l p_l), p_l =
+    2^(l-1).
 
     Args:
-        ranks: r_l, level 1 first. With sum r_l = E / H it costs as much as standard attention, at rank sum r_l p_l.
-        scaling: ``"variance"`` 1/sqrt(r_l p_l) or ``"mup"`` 8/(r_l p_l), used when no layout gives the scaling.
+        ranks: r_l, level 1 first. With sum r_l = E / H it costs as much as standard attention, at rank sum
+            r_l p_l.
+        scaling: ``"variance"`` 1/sqrt(r_l p_l) or ``"mup"`` 8/(r_l p_l), used when no layout gives the
+            scaling.
         divide_by_levels: divide the sum by the number of levels. Default ``False``.
         rms_cap: see ``FactoredMatrix``.
 
@@ -175,22 +182,26 @@ class MLR:
         return sum(rank * 2**level for level, rank in enumerate(self.ranks))
 
     def build(self, shape: HeadShape) -> ScoringModule:
-        """The module with one multi-level low-rank matrix per query head, right factors shared by key head."""
+        """The module with one multi-level low-rank matrix per query head, right factors shared by key
+        head.
+        """
         matrix = MultiLevelLowRank(ranks=self.ranks, rms_cap=self.rms_cap, **_sizes(shape))
         return MLRScoring(matrix, shape, self.scaling, self.divide_by_levels)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Matrix:
-    """Any structured matrix as a score: score_h = <norm(x), norm(M_h x')> / sqrt(E), as ``BTT`` is for one family.
+    """Any structured matrix as a score: score_h = <norm(x), norm(M_h x')> / sqrt(E), as ``BTT`` is for one
+    family.
 
-    Without ``qk_norm``, layout and rotary embedding the score is x^T M_h x' / sqrt(E) exactly, and the order of contraction is
-    the one with the fewest FLOPs at the lengths given (``Attention.cost`` says which).
+    Without ``qk_norm``, layout and rotary embedding the score is x^T M_h x' / sqrt(E) exactly, and the order
+    of contraction is the one with the fewest FLOPs at the lengths given (``Attention.cost`` says which).
 
     Args:
-        matrix: what M is. A ``Structure``, or its text (``"monarch"``, ``"mlbtc:1x1x16|16x16x256s"``): every head gets fresh
-            weights. Or a square ``StructuredMatrix`` of size E: without batch dimensions every head starts as a copy of it,
-            with batch_shape (num_heads,) head h as a copy of matrix h (then key heads share no factors).
+        matrix: what M is. A ``Structure``, or its text (``"monarch"``, ``"mlbtc:1x1x16|16x16x256s"``): every
+            head gets fresh weights. Or a square ``StructuredMatrix`` of size E: without batch dimensions
+            every head starts as a copy of it, with batch_shape (num_heads,) head h as a copy of matrix h
+            (then key heads share no factors).
         scaling: ``"variance"`` 1/sqrt(E) or ``"mup"`` 1/E, used when no layout gives the scaling.
         rms_cap: see ``FactoredMatrix``; of a StructuredMatrix it is that matrix's own.
 
@@ -215,7 +226,9 @@ class Matrix:
         return embed_dim
 
     def build(self, shape: HeadShape) -> ScoringModule:
-        """The module with one matrix per query head; right factors shared by key head where the structure has any."""
+        """The module with one matrix per query head; right factors shared by key head where the structure has
+        any.
+        """
         sizes = _sizes(shape)
         if isinstance(self.matrix, StructuredMatrix):
             return BilinearScoring(_copies(self.matrix, shape), shape, self.scaling)

@@ -1,4 +1,6 @@
-"""The modules of scoring: queries and keys of all heads from hidden states, one class per way to scale and normalise them."""
+"""The modules of scoring: queries and keys of all heads from hidden states, one class per way to scale and
+normalise them.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,8 @@ class ScoringModule(nn.Module):
     """Queries and keys from hidden states, for all heads at once.
 
     Attributes:
-        matrix: M for all heads, of batch shape (G, H // G); right factors of (G, 1) where key heads share them.
+        matrix: M for all heads, of batch shape (G, H // G); right factors of (G, 1) where key heads share
+            them.
         shape: the layer it belongs to.
     """
 
@@ -76,13 +79,17 @@ class ScoringModule(nn.Module):
 
     @property
     def level_sizes(self) -> tuple[int, ...]:
-        """Sizes of the slices of D that have separate norms and scales, which a rotation must not mix. Default: one slice."""
+        """Sizes of the slices of D that have separate norms and scales, which a rotation must not mix.
+        Default: one slice.
+        """
         return (self.feature_dim,)
 
     @property
     @abstractmethod
     def matrix_fan_ins(self) -> dict[str, int]:
-        """The fan-in of every factor in the way this scoring uses it: in features of both sides, or in M x'."""
+        """The fan-in of every factor in the way this scoring uses it: in features of both sides, or in M
+        x'.
+        """
 
     def parameter_roles(self) -> dict[str, Role]:
         """The muP roles of the factors of the matrix; its norms are known by their type."""
@@ -111,7 +118,9 @@ class ScoringModule(nn.Module):
 
     @abstractmethod
     def key_norms(self, order: Order) -> list[tuple[slice, nn.LayerNorm]]:
-        """The norms of the keys with the slices of the key dimension that they work on; empty without norms."""
+        """The norms of the keys with the slices of the key dimension that they work on; empty without
+        norms.
+        """
 
     def normed_keys(self, keys: Tensor, order: Order) -> Tensor:
         """Keys after their norms."""
@@ -119,7 +128,9 @@ class ScoringModule(nn.Module):
         return keys if not parts else parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
     def adjoint_keys(self, w: Tensor, order: Order) -> Tensor:
-        """The adjoint of ``keys``: u with <w, keys(x)> = <u, x> for each query head, (B, H, T, D) to (B, H, T, E)."""
+        """The adjoint of ``keys``: u with <w, keys(x)> = <u, x> for each query head, (B, H, T, D) to (B, H,
+        T, E).
+        """
         per_group = w.unflatten(1, (self.shape.num_kv_heads, -1))
         match order:
             case "factored":
@@ -132,7 +143,9 @@ class ScoringModule(nn.Module):
     @property
     @abstractmethod
     def cached_order(self) -> Order:
-        """The order in which keys are kept as features: one for all lengths, the smallest where there is a choice."""
+        """The order in which keys are kept as features: one for all lengths, the smallest where there is a
+        choice.
+        """
 
     @abstractmethod
     def order(self, num_queries: int, num_keys: int) -> Order:
@@ -140,14 +153,18 @@ class ScoringModule(nn.Module):
 
     @abstractmethod
     def scaled(self, query: Tensor) -> tuple[Tensor, float]:
-        """The query and the scale to give to the op when no layout scales the scores; the query may be scaled here."""
+        """The query and the scale to give to the op when no layout scales the scores; the query may be scaled
+        here.
+        """
 
     def projection_flops(self, num_queries: int, num_keys: int) -> int:
         """FLOPs of ``forward`` for one example, 2 per multiply-add, norms not counted."""
         return self.matrix.projection_flops(self.order(num_queries, num_keys), num_queries, num_keys)
 
     def num_key_heads(self, order: Order) -> int:
-        """How many different keys a token has: 1 if all heads share them, else one per right factor or per query head."""
+        """How many different keys a token has: 1 if all heads share them, else one per right factor or per
+        query head.
+        """
         match order:
             case "formed_left":
                 return 1
@@ -181,7 +198,8 @@ class ScoringModule(nn.Module):
 
 
 class OneNormScoring(ScoringModule):
-    """One norm over all dimensions of a query and of a key; with norms, or a layout, one order is the definition, else it is free.
+    """One norm over all dimensions of a query and of a key; with norms, or a layout, one order is the
+    definition, else it is free.
 
     Args:
         matrix: M.
@@ -250,7 +268,9 @@ class LowRankScoring(OneNormScoring):
 
 
 class BilinearScoring(OneNormScoring):
-    """Any M: q = norm(x), k_h = norm(M_h x'), both of dimension E. Without norms and levels the order is free."""
+    """Any M: q = norm(x), k_h = norm(M_h x'), both of dimension E. Without norms and levels the order is
+    free.
+    """
 
     fixed_order = "formed_right"
     mup_scale = 1

@@ -15,7 +15,9 @@ from structattn.layout.sliding import checked_windows
 
 
 def positive_ints(values: object, name: str, maximum: int = MAX_SIZE) -> tuple[int, ...]:
-    """A tuple of positive ints, one per level and at least one; or ``ConfigError`` with the level that is wrong."""
+    """A tuple of positive ints, one per level and at least one; or ``ConfigError`` with the level that is
+    wrong.
+    """
     checked = check_sizes(name, values, entry="level", maximum=maximum)
     if not checked:
         raise ConfigError(f"{name} must have one int per level, got none")
@@ -29,7 +31,9 @@ def _bars(ranks: Sequence[int]) -> str:
 def check_sum(
     name: str, ranks: Sequence[int], expected: int, what: str, error: type[StructAttnError] = ConfigError
 ) -> None:
-    """Raises ``error`` unless ranks sum to a dimension; names ranks in the same proportions that do, if there are any."""
+    """Raises ``error`` unless ranks sum to a dimension; names ranks in the same proportions that do, if there
+    are any.
+    """
     total = sum(ranks)
     if total == expected:
         return
@@ -56,7 +60,9 @@ def check_blocks(ranks: tuple[int, ...], block_sizes: tuple[int, ...]) -> None:
 def checked_sharing(
     ranks: tuple[int, ...], block_sizes: object, boundaries: object, windows: object
 ) -> dict[str, object]:
-    """How levels are shared, by block sizes, segments or windows, as the fields of a layout; or ``ConfigError`` unless by one of them."""
+    """How levels are shared, by block sizes, segments or windows, as the fields of a layout; or
+    ``ConfigError`` unless by one of them.
+    """
     given = {name: x for name, x in (("boundaries", boundaries), ("windows", windows)) if x is not None}
     if not given:
         sizes = positive_ints(block_sizes, "block_sizes", MAX_LENGTH)
@@ -64,7 +70,8 @@ def checked_sharing(
         return {"block_sizes": sizes}
     if len(given) > 1 or not isinstance(block_sizes, tuple | list) or block_sizes:
         raise ConfigError(
-            f"give one of block_sizes, boundaries and windows: with {' and '.join(given)} expected block_sizes () and nothing else, "
+            f"give one of block_sizes, boundaries and windows: with {' and '.join(given)} expected block_sizes () and "
+            "nothing else, "
             f"got block_sizes {describe(block_sizes)}"
         )
     if windows is not None:
@@ -77,7 +84,8 @@ def checked_value_ranks(ranks: tuple[int, ...], value_ranks: object) -> tuple[in
     checked = positive_ints(value_ranks, "value_ranks")
     if len(checked) != len(ranks):
         raise ConfigError(
-            f"value_ranks needs one dimension per level: expected {len(ranks)}, as there are ranks ({_bars(ranks)}), got {len(checked)} ({_bars(checked)})"
+            f"value_ranks needs one dimension per level: expected {len(ranks)}, as there are ranks ({_bars(ranks)}), "
+            f"got {len(checked)} ({_bars(checked)})"
         )
     return checked
 

@@ -1,4 +1,6 @@
-"""How many pairs of positions a mask leaves visible, and how many of them share each level: what costs are counted from."""
+"""How many pairs of positions a mask leaves visible, and how many of them share each level: what costs are
+counted from.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from structattn.layout.levels import LevelLayout
 
 @functools.lru_cache(maxsize=4096)  # the training loop asks at every step
 def visible_pairs(num_queries: int, num_keys: int, window: int | None, is_causal: bool) -> int:
-    """The number of (query, key) pairs that a mask leaves visible, the last T of S positions being the queries.
+    """The number of (query, key) pairs that a mask leaves visible, the last T of S positions being the
+    queries.
 
     Args:
         num_queries: T.
@@ -33,7 +36,8 @@ def visible_pairs(num_queries: int, num_keys: int, window: int | None, is_causal
 def visible_pairs_per_level(
     layout: LevelLayout, num_queries: int, num_keys: int, window: int | None, is_causal: bool, row: int = 0
 ) -> tuple[int, ...]:
-    """The number of visible pairs that share each level; the first is all of them. Arguments as ``visible_pairs``.
+    """The number of visible pairs that share each level; the first is all of them. Arguments as
+    ``visible_pairs``.
 
     Args:
         layout: the levels.

@@ -47,7 +47,9 @@ class LevelCounts(ABC):
     def _check_count(self, num_positions: int, row: int, maximum: int | None = None) -> None: ...
 
     def shared_pairs(self, num_positions: int, is_causal: bool = True, row: int = 0) -> tuple[int, ...]:
-        """The number of (query, key) pairs among ``num_positions`` that share each level; T*T or T*(T+1)/2 at level 1."""
+        """The number of (query, key) pairs among ``num_positions`` that share each level; T*T or T*(T+1)/2 at
+        level 1.
+        """
         check_bool("is_causal", is_causal)
         self._check_count(num_positions, row)
         if self.windows is not None:
@@ -58,15 +60,18 @@ class LevelCounts(ABC):
         )
 
     def score_flops(self, num_positions: int, is_causal: bool = True, row: int = 0) -> int:
-        """FLOPs of all the scores of one head over T positions, exactly: 2 * sum over levels of r_l * (pairs sharing l).
+        """FLOPs of all the scores of one head over T positions, exactly: 2 * sum over levels of r_l * (pairs
+        sharing l).
 
-        2 FLOPs per multiply-add. At T = ``block_sizes[0]`` with halving, not causal: 2 T^2 * sum r_l / 2^(l-1).
+        2 FLOPs per multiply-add. At T = ``block_sizes[0]`` with halving, not causal: 2 T^2 * sum r_l /
+        2^(l-1).
         """
         shared = self.shared_pairs(num_positions, is_causal, row)
         return sum(2 * rank * pairs for rank, pairs in zip(self.ranks, shared, strict=True))
 
     def value_flops(self, num_positions: int, value_dim: int, is_causal: bool = True, row: int = 0) -> int:
-        """FLOPs of the weighted sums of values of one head over T positions: 2 * sum over levels of v_l * (pairs sharing l).
+        """FLOPs of the weighted sums of values of one head over T positions: 2 * sum over levels of v_l *
+        (pairs sharing l).
 
         Without ``value_ranks``: 2 * ``value_dim`` * (all pairs).
         """
@@ -78,13 +83,16 @@ class LevelCounts(ABC):
     def key_cache_size(self, num_positions: int, row: int = 0) -> int:
         """Numbers per key head that a cache must be able to hold while decoding up to T positions.
 
-        Level 1 keeps all T keys, a deeper level only those of the block that decoding is in, at most its longest block:
-        T r_1 + sum over l > 1 of r_l min(T, block_size_l). Sliding levels: sum of r_l min(T, window_l). Standard attention: T * D.
+        Level 1 keeps all T keys, a deeper level only those of the block that decoding is in, at most its
+        longest block: T r_1 + sum over l > 1 of r_l min(T, block_size_l). Sliding levels: sum of r_l min(T,
+        window_l). Standard attention: T * D.
         """
         return self._cache_size(self.ranks, num_positions, row)
 
     def value_cache_size(self, num_positions: int, value_dim: int, row: int = 0) -> int:
-        """Numbers per value head that a cache must be able to hold: as the keys with ``value_ranks``, else T * V."""
+        """Numbers per value head that a cache must be able to hold: as the keys with ``value_ranks``, else T
+        * V.
+        """
         check_size("value_dim", value_dim)
         return self._cache_size(self.value_ranks or (value_dim,), num_positions, row)
 
@@ -111,10 +119,11 @@ class LevelCounts(ABC):
         batch_size: int = 1,
         dtype: torch.dtype = torch.float32,
     ) -> CommunicationBytes:
-        """The bytes that processes send to each other in one call of ``sa.parallel.context_parallel``, counted from the layout.
+        """The bytes that processes send to each other in one call of ``sa.parallel.context_parallel``,
+        counted from the layout.
 
-        A process gets of each key the dimensions of the levels that one of its queries shares with it, and of each value those of its
-        levels.
+        A process gets of each key the dimensions of the levels that one of its queries shares with it, and of
+        each value those of its levels.
 
         Args:
             num_positions: T, of all processes together.
@@ -127,8 +136,9 @@ class LevelCounts(ABC):
             dtype: of keys and values.
 
         Returns:
-            A ``CommunicationBytes``: ``forward`` and ``backward`` are the bytes that each process sends, ``keys[a][b]`` and ``values[a][b]``
-            those from process a to b. The check that all processes make the same call is not counted.
+            A ``CommunicationBytes``: ``forward`` and ``backward`` are the bytes that each process sends,
+            ``keys[a][b]`` and ``values[a][b]`` those from process a to b. The check that all processes make
+            the same call is not counted.
 
         Raises:
             ConfigError: an argument is out of its range.
@@ -163,17 +173,19 @@ class LevelCounts(ABC):
         value_dim: int | None = None,
         other_flops: float = 0.0,
     ) -> tuple[int, ...]:
-        """Lengths of contiguous shards that even the causal work of ``sa.parallel.context_parallel``: the most FLOPs of one are the fewest possible.
+        """Lengths of contiguous shards that even the causal work of ``sa.parallel.context_parallel``: the
+        most FLOPs of one are the fewest possible.
 
-        The first shards are the longest, and memory and linear layers grow with the length: of N processes and one level the first one holds
-        sqrt(N) times the mean. ``order="head-tail"`` evens both.
+        The first shards are the longest, and memory and linear layers grow with the length: of N processes
+        and one level the first one holds sqrt(N) times the mean. ``order="head-tail"`` evens both.
 
         Args:
             num_positions: T.
             num_processes: N.
             window: as in ``structured_attention``.
             value_dim: V. Default: the sum of ``value_ranks``, or the head dimension.
-            other_flops: forward FLOPs of a token besides attention, over the number of heads. Default 0: attention alone is evened.
+            other_flops: forward FLOPs of a token besides attention, over the number of heads. Default 0:
+                attention alone is evened.
 
         Returns:
             N lengths, the sum is T.

@@ -15,14 +15,16 @@ from structattn.layout.levels import MAX_COUNTED, LevelLayout
 
 @dataclass(frozen=True)
 class GlobalWindowLayout:
-    """Two softmaxes, added: one over all keys on the first dimensions, one over a sliding window on the others.
+    """Two softmaxes, added: one over all keys on the first dimensions, one over a sliding window on the
+    others.
 
         out_i = softmax_j(<q_i[:r_1], k_j[:r_1]> c_1) v_j  +  softmax_{j in window(i)}(<q_i[r_1:], k_j[r_1:]> c_2) v_j
 
     A baseline of the paper. Not one softmax, so it has no log-sum-exp and is not a ``LevelLayout``.
 
     Args:
-        ranks: dimensions (r_1, r_2) of the global and of the windowed softmax; they sum to the head dimension.
+        ranks: dimensions (r_1, r_2) of the global and of the windowed softmax; they sum to the head
+            dimension.
         window: visible keys of the windowed softmax, as the ``window`` of ``structured_attention``.
         scaling: ``"variance"`` c = 1/sqrt(r), or ``"mup"`` 8/r.
 
@@ -65,7 +67,9 @@ class GlobalWindowLayout:
         return sum(self.ranks)
 
     def score_flops(self, num_positions: int, is_causal: bool = True) -> int:
-        """FLOPs of all the scores of one head over T positions, 2 per multiply-add, counting only visible pairs."""
+        """FLOPs of all the scores of one head over T positions, 2 per multiply-add, counting only visible
+        pairs.
+        """
         check_size("num_positions", num_positions, MAX_COUNTED)
         check_bool("is_causal", is_causal)
         everywhere = visible_pairs(num_positions, num_positions, None, is_causal)

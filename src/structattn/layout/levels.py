@@ -1,6 +1,7 @@
 """Layouts: the structure of the score matrix, that is, which dimensions a pair of positions shares.
 
-A layout is a value: it holds no tensors and computes no attention. ``ops`` computes attention for any of them.
+A layout is a value: it holds no tensors and computes no attention. ``ops`` computes attention for any of
+them.
 """
 
 from __future__ import annotations
@@ -32,40 +33,43 @@ def _slices(ranks: tuple[int, ...]) -> tuple[slice, ...]:
 
 @dataclass(frozen=True)
 class LevelLayout(LevelCounts):
-    """Multi-level (MLR) attention: level l adds rank ``ranks[l]`` to pairs inside one block of ``block_sizes[l]``.
+    """Multi-level (MLR) attention: level l adds rank ``ranks[l]`` to pairs inside one block of
+    ``block_sizes[l]``.
 
-    With R(i, j) the sum of the ranks of the levels that positions i and j share, and l(i, j) the number of those levels,
+    With R(i, j) the sum of the ranks of the levels that positions i and j share, and l(i, j) the number of
+    those levels,
 
         score(i, j) = scale(i, j) * sum over shared levels l of <q_i[slice l], k_j[slice l]>.
 
-    Level 1 is global: every pair shares it, also beyond ``block_sizes[0]``, the nominal context length. Deeper levels
-    are shared when floor(i / block_size) agrees, or, in a free partition (``from_boundaries``), when both positions lie in
-    one segment, or, where levels slide (``sliding``), when |i - j| is below the window of the level. Blocks are nested and
-    windows do not grow, so the shared levels are always a prefix.
+    Level 1 is global: every pair shares it, also beyond ``block_sizes[0]``, the nominal context length.
+    Deeper levels are shared when floor(i / block_size) agrees, or, in a free partition (``from_boundaries``),
+    when both positions lie in one segment, or, where levels slide (``sliding``), when |i - j| is below the
+    window of the level. Blocks are nested and windows do not grow, so the shared levels are always a prefix.
 
-    With ``value_ranks`` the values are hierarchical too: slice l of the output sums only over the keys that share level l
-    with the query, with the weights of the row's one softmax, not renormalised:
+    With ``value_ranks`` the values are hierarchical too: slice l of the output sums only over the keys that
+    share level l with the query, with the weights of the row's one softmax, not renormalised:
 
         out_i[value slice l] = sum over j sharing level l of softmax_j(score(i, j)) v_j[value slice l].
 
     Args:
         ranks: dimensions of each level, level 1 (global) first; they sum to the head dimension.
-        block_sizes: block size of each level in positions, level 1 first; each divides the one before (equal is allowed).
-            Empty in a free partition and where levels slide.
-        scaling: ``"variance"`` 1/sqrt(R(i, j)), unit variance at every distance; ``"mup"`` 8/R(i, j); ``"paper"`` each
-            level over its rank, and the sum over l(i, j); ``"paper_sum"`` the same without the division by l(i, j); ``"standard"``
-            1/sqrt(D) at every distance, as standard attention: for trained weights, where far pairs then score what is left of their product.
-        value_ranks: dimensions of the value in each level, level 1 first; they sum to the value dimension. Default
-            ``None``: every key gives its whole value.
+        block_sizes: block size of each level in positions, level 1 first; each divides the one before (equal
+            is allowed). Empty in a free partition and where levels slide.
+        scaling: ``"variance"`` 1/sqrt(R(i, j)), unit variance at every distance; ``"mup"`` 8/R(i, j);
+            ``"paper"`` each level over its rank, and the sum over l(i, j); ``"paper_sum"`` the same without
+            the division by l(i, j); ``"standard"`` 1/sqrt(D) at every distance, as standard attention: for
+            trained weights, where far pairs then score what is left of their product.
+        value_ranks: dimensions of the value in each level, level 1 first; they sum to the value dimension.
+            Default ``None``: every key gives its whole value.
         boundaries: the segments of a free partition; see ``from_boundaries``, which makes them.
         windows: those of sliding levels; see ``sliding``, which makes them.
 
     Raises:
-        ConfigError: a rank or size is not a positive int, their numbers differ, blocks are not nested, or the scaling
-            is unknown. The message names the level.
+        ConfigError: a rank or size is not a positive int, their numbers differ, blocks are not nested, or the
+            scaling is unknown. The message names the level.
 
-    Source: Kuang et al. 2025, section 5 (MLR attention). Free sizes and segments, sliding levels, variance scaling and
-    hierarchical values are ours.
+    Source: Kuang et al. 2025, section 5 (MLR attention). Free sizes and segments, sliding levels, variance
+    scaling and hierarchical values are ours.
     """
 
     ranks: tuple[int, ...]
@@ -108,21 +112,24 @@ class LevelLayout(LevelCounts):
 
         Args:
             ranks: dimensions of each level, level 1 first.
-            boundaries: for each level, level 1 first, the positions at which its segments start, rising from 0. Level 1 is
-                global, ``(0,)``, and may be left out. A level repeats the starts of the one before and adds its own; its last segment has no
-                end. Or a list of such, one per batch row (with ``cu_seqlens``: one per packed sequence, counted from the
-                start of each). A level may be a 1-dimensional int tensor.
+            boundaries: for each level, level 1 first, the positions at which its segments start, rising from
+                0. Level 1 is global, ``(0,)``, and may be left out. A level repeats the starts of the one
+                before and adds its own; its last segment has no end. Or a list of such, one per batch row
+                (with ``cu_seqlens``: one per packed sequence, counted from the start of each). A level may be
+                a 1-dimensional int tensor.
             scaling, value_ranks: see the class.
 
         Raises:
-            ConfigError: starts do not rise from 0, a level lacks a start of the level before, or level 1 is not ``(0,)``.
+            ConfigError: starts do not rise from 0, a level lacks a start of the level before, or level 1 is
+                not ``(0,)``.
 
         Example:
             >>> layout = LevelLayout.from_boundaries((32, 16, 16), ((0,), (0, 300), (0, 120, 300, 410)))
             >>> layout.shared_rank(130, 299), layout.shared_rank(130, 301)
             (64, 32)
 
-        Cost: the layout is a value of Python ints; under ``torch.compile`` other boundaries mean another compilation.
+        Cost: the layout is a value of Python ints; under ``torch.compile`` other boundaries mean another
+            compilation.
         """
         return cls(ranks, (), scaling, value_ranks, boundaries)
 
@@ -138,8 +145,9 @@ class LevelLayout(LevelCounts):
 
         Args:
             ranks: dimensions of each level, level 1 first.
-            windows: of each level, level 1 first, in positions; none is longer than the one before. ``None`` reaches every position. A first one
-                that does not hides all pairs beyond it, as the ``window`` of ``structured_attention`` does; of the two the smaller counts.
+            windows: of each level, level 1 first, in positions; none is longer than the one before. ``None``
+                reaches every position. A first one that does not hides all pairs beyond it, as the ``window``
+                of ``structured_attention`` does; of the two the smaller counts.
             scaling, value_ranks: see the class.
 
         Raises:
@@ -150,7 +158,8 @@ class LevelLayout(LevelCounts):
             >>> layout.shared_rank(1000, 940), layout.shared_rank(1000, 900), layout.shared_rank(1000, 0)
             (32, 24, 16)
 
-        Cost: scores as ``score_flops`` says; a cache of T positions keeps the sum of r_l min(T, w_l) numbers for each key head.
+        Cost: scores as ``score_flops`` says; a cache of T positions keeps the sum of r_l min(T, w_l) numbers
+            for each key head.
 
         Source: ours; DAR (arXiv 2606.18587) has two such levels.
         """
@@ -168,8 +177,8 @@ class LevelLayout(LevelCounts):
 
         Args:
             ranks: dimensions of each level, level 1 first.
-            context_length: length in positions at which level l has 2^(l-1) blocks. If 2^(L-1) does not divide it, the
-                finest block is rounded up, so that level 1 spans at least the context.
+            context_length: length in positions at which level l has 2^(l-1) blocks. If 2^(L-1) does not
+                divide it, the finest block is rounded up, so that level 1 spans at least the context.
             scaling, value_ranks: see the class.
 
         Raises:
@@ -198,7 +207,9 @@ class LevelLayout(LevelCounts):
 
     @property
     def value_slices(self) -> tuple[slice, ...] | None:
-        """The slice of the value dimension that belongs to each level; ``None`` without hierarchical values."""
+        """The slice of the value dimension that belongs to each level; ``None`` without hierarchical
+        values.
+        """
         return None if self.value_ranks is None else _slices(self.value_ranks)
 
     def score_factors(self, scale: float | None = None) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -214,11 +225,15 @@ class LevelLayout(LevelCounts):
 
     @property
     def num_rows(self) -> int | None:
-        """The number of batch rows (packed sequences) with different segments; ``None`` when all have the same blocks."""
+        """The number of batch rows (packed sequences) with different segments; ``None`` when all have the
+        same blocks.
+        """
         return None if self.boundaries is None or len(self.boundaries) == 1 else len(self.boundaries)
 
     def window_of(self, level: int, window: int | None = None) -> int | None:
-        """The distance below which a pair shares a level in a call with a ``window``; blocks and segments have none of their own."""
+        """The distance below which a pair shares a level in a call with a ``window``; blocks and segments
+        have none of their own.
+        """
         check_int("level", level, minimum=1, maximum=self.num_levels)
         if window is not None:
             check_size("window", window, MAX_LENGTH)
@@ -230,8 +245,8 @@ class LevelLayout(LevelCounts):
         Args:
             level: 2 to L (all positions share level 1).
             positions: int tensor; negative ones lie in blocks without keys.
-            rows: the batch row (packed sequence) of each position, broadcastable to it. Default 0. It matters only for
-                ``boundaries`` per row.
+            rows: the batch row (packed sequence) of each position, broadcastable to it. Default 0. It matters
+                only for ``boundaries`` per row.
 
         Returns:
             int64 tensor of the shape of ``positions``: equal values are one block, within a row.
@@ -243,13 +258,16 @@ class LevelLayout(LevelCounts):
         else:
             self._check_row(rows)
         if self.boundaries is None:
-            # The start of the block, not its number: Inductor writes only floor(n / size) * size of the n entries of a tensor
-            # that holds arange(n) // size (torch 2.13, loop splitting), and the rest keeps what was in memory.
+            # The start of the block, not its number: Inductor writes only floor(n / size) * size of the n
+            # entries of a tensor that holds arange(n) // size (torch 2.13, loop splitting), and the rest
+            # keeps what was in memory.
             return (positions - positions.remainder(self.block_sizes[level - 1])).long()
         return segments_of(self.boundaries, level, positions, rows)
 
     def block_start(self, level: int, position: int, row: int = 0) -> int:
-        """The first position of the block of a level in which ``position`` (at least 0) lies; 0 at level 1."""
+        """The first position of the block of a level in which ``position`` (at least 0) lies; 0 at level
+        1.
+        """
         self._check_level(level)
         check_int("position", position, minimum=0)
         self._check_row(row)
@@ -267,7 +285,8 @@ class LevelLayout(LevelCounts):
     def shared_interval(
         self, level: int, position: int, num_positions: int, window: int | None = None, row: int = 0
     ) -> tuple[int, int]:
-        """The positions among ``num_positions`` that share a level with one of them, ``position``: the first, and the one after the last.
+        """The positions among ``num_positions`` that share a level with one of them, ``position``: the first,
+        and the one after the last.
 
         Args:
             window: of the call, as in ``structured_attention``.
@@ -282,7 +301,9 @@ class LevelLayout(LevelCounts):
         return low, min(high, num_positions)
 
     def select_rows(self, rows: Sequence[int]) -> LevelLayout:
-        """The layout of a batch that has row ``rows[b]`` of this one as its row b; itself where all rows have the same blocks."""
+        """The layout of a batch that has row ``rows[b]`` of this one as its row b; itself where all rows have
+        the same blocks.
+        """
         if not isinstance(rows, Sequence):
             raise ConfigError(f"rows must be a list of the numbers of batch rows, got {describe(rows)}")
         for row in rows:
@@ -296,7 +317,8 @@ class LevelLayout(LevelCounts):
     @overload
     def shared_levels(self, i: Tensor, j: Tensor, row: int = 0) -> Tensor: ...
     def shared_levels(self, i: int | Tensor, j: int | Tensor, row: int = 0) -> int | Tensor:
-        """l(i, j), the number of levels that positions i and j share; at least 1 but beyond the first window of sliding levels.
+        """l(i, j), the number of levels that positions i and j share; at least 1 but beyond the first window
+        of sliding levels.
 
         Args:
             i, j: positions, ints or int tensors that broadcast; negative ones lie in blocks without keys.
@@ -324,7 +346,9 @@ class LevelLayout(LevelCounts):
     @overload
     def shared_rank(self, i: Tensor, j: Tensor, row: int = 0) -> Tensor: ...
     def shared_rank(self, i: int | Tensor, j: int | Tensor, row: int = 0) -> int | Tensor:
-        """R(i, j), the sum of the ranks of the levels that positions i and j share. Arguments as ``shared_levels``."""
+        """R(i, j), the sum of the ranks of the levels that positions i and j share. Arguments as
+        ``shared_levels``.
+        """
         if isinstance(i, Tensor) or isinstance(j, Tensor):
             levels = self.shared_levels(checked_positions("i", i), checked_positions("j", j), row)
             return torch.tensor([0, *accumulate(self.ranks)], device=levels.device)[levels]

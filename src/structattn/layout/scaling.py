@@ -15,7 +15,9 @@ SCALINGS: tuple[Scaling, ...] = ("variance", "mup", "paper", "paper_sum", "stand
 def score_factors(
     ranks: tuple[int, ...], scaling: Scaling, scale: float | None
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """(a_1 ... a_L) per level and (c_1 ... c_L) per number of shared levels; see ``LevelLayout.score_factors``."""
+    """(a_1 ... a_L) per level and (c_1 ... c_L) per number of shared levels; see
+    ``LevelLayout.score_factors``.
+    """
     per_rank = tuple(1 / rank for rank in ranks)
     ones = (1.0,) * len(ranks)
     if scale is not None:

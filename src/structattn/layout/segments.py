@@ -44,14 +44,17 @@ def checked_boundaries(ranks: tuple[int, ...], boundaries: object) -> Boundaries
         for n, (outer, inner) in enumerate(pairwise(row), start=2):
             if missing := set(outer) - set(inner):
                 raise ConfigError(
-                    f"boundaries: level {n}{where} must also start at {min(missing)}, where a segment of level {n - 1} starts"
+                    f"boundaries: level {n}{where} must also start at {min(missing)}, where a segment of level {n - 1} "
+                    "starts"
                 )
         rows.append(row)
     return tuple(rows)
 
 
 def segment_of(starts: tuple[int, ...], position: int) -> tuple[int, int]:
-    """The first position of the segment that holds a position, and the one after its last; the last segment has no end."""
+    """The first position of the segment that holds a position, and the one after its last; the last segment
+    has no end.
+    """
     after = bisect_right(starts, position)
     return starts[after - 1], starts[after] if after < len(starts) else MAX_LENGTH
 

@@ -1,9 +1,11 @@
-"""A sequence that is divided among processes: which keys of others the queries of a process see, in how many levels, and how many bytes that is.
+"""A sequence that is divided among processes: which keys of others the queries of a process see, in how many
+levels, and how many bytes that is.
 
-A shard is neighboring tokens of a sequence, or of several packed ones; a process holds one, or two (``Order``). The positions that share a level
-with a query are one interval around it, and the queries of a shard are neighbors: of the keys before a shard its first query sees every one that
-any of its queries sees, in as many levels, and of the keys after it its last query does. So what must arrive is, at each level, one interval that
-touches the shard.
+A shard is neighboring tokens of a sequence, or of several packed ones; a process holds one, or two
+(``Order``). The positions that share a level with a query are one interval around it, and the queries of a
+shard are neighbors: of the keys before a shard its first query sees every one that any of its queries sees,
+in as many levels, and of the keys after it its last query does. So what must arrive is, at each level, one
+interval that touches the shard.
 """
 
 from __future__ import annotations
@@ -90,17 +92,23 @@ class Shards:
 
     @property
     def rows(self) -> list[tuple[tuple[int, int], int | None]]:
-        """Batch rows with the same blocks, each with its row of a free partition; ``None`` where that is the packed sequence."""
+        """Batch rows with the same blocks, each with its row of a free partition; ``None`` where that is the
+        packed sequence.
+        """
         if self.layout.num_rows is None or len(self.seqlens) != 2:
             return [((0, self.batch), None)]
         return [((n, n + 1), n) for n in range(self.batch)]
 
     def row(self, row: int | None, sequence: int) -> int:
-        """The row of a free partition that a packed sequence, or a batch row, has; 0 where all have the same blocks."""
+        """The row of a free partition that a packed sequence, or a batch row, has; 0 where all have the same
+        blocks.
+        """
         return (sequence if row is None else row) if self.layout.num_rows else 0
 
     def sequences(self, shard: int) -> Iterator[tuple[int, int, int]]:
-        """The packed sequences in a shard: the number of each, its first token among all T, and the one after its last."""
+        """The packed sequences in a shard: the number of each, its first token among all T, and the one after
+        its last.
+        """
         offsets = self.offsets
         start, stop = offsets[shard : shard + 2]
         number = bisect_right(self.seqlens, start) - 1
@@ -111,7 +119,9 @@ class Shards:
             start, number = end, number + 1
 
     def arriving(self, shard: int) -> tuple[KeySpan, ...]:
-        """The keys that a shard gets from others: first those before it, in rising order, then those after it."""
+        """The keys that a shard gets from others: first those before it, in rising order, then those after
+        it.
+        """
         sequences = list(self.sequences(shard))
         found: list[KeySpan] = []
         for batch, row in self.rows if sequences else ():
@@ -131,7 +141,9 @@ class Shards:
         *,
         is_before: bool,
     ) -> Iterator[KeySpan]:
-        """The keys of a packed sequence before, or after, the tokens start ... stop of it that a shard has."""
+        """The keys of a packed sequence before, or after, the tokens start ... stop of it that a shard
+        has.
+        """
         begin, end = self.seqlens[sequence : sequence + 2]
         low, high, row = start - begin, stop - begin, self.row(row, sequence)
 
@@ -160,7 +172,9 @@ class Shards:
                 )
 
     def owners(self, span: KeySpan) -> Iterator[tuple[int, int, int]]:
-        """The shards that have the keys of a span: each, its first key in the shard, and the one after its last."""
+        """The shards that have the keys of a span: each, its first key in the shard, and the one after its
+        last.
+        """
         offsets = self.offsets
         for shard in range(bisect_right(offsets, span.tokens[0]) - 1, len(self.lengths)):
             start, stop = (min(max(x, offsets[shard]), offsets[shard + 1]) for x in span.tokens)
@@ -175,8 +189,8 @@ class CommunicationBytes:
     """What processes send to each other in one call of ``sa.parallel.context_parallel``.
 
     Attributes:
-        keys, values: ``keys[a][b]`` are the bytes of keys that process a sends to process b in the forward pass; in the backward pass
-            process b sends as many bytes of their gradients to process a.
+        keys, values: ``keys[a][b]`` are the bytes of keys that process a sends to process b in the forward
+            pass; in the backward pass process b sends as many bytes of their gradients to process a.
     """
 
     keys: tuple[tuple[int, ...], ...]
@@ -245,7 +259,8 @@ def communication_bytes(
 
 
 def level_dims(layout: Sharing, value_dim: int | None) -> list[tuple[int, int]]:
-    """The dimensions of keys and of values that each level has; without ``value_ranks`` level 1 has all values.
+    """The dimensions of keys and of values that each level has; without ``value_ranks`` level 1 has all
+    values.
 
     Args:
         value_dim: V; ``None`` is the head dimension, or the sum of the ``value_ranks``.
@@ -267,8 +282,9 @@ def divided(lengths: Sequence[int], order: Order) -> tuple[tuple[int, ...], tupl
 
     Args:
         lengths: the tokens of each process.
-        order: ``"contiguous"``: one shard for each process, in their order. ``"head-tail"``: two for each, the first half of its tokens (rounded
-            up) counted from the start of the sequence, the others from its end: of N processes, process p holds shards p and 2 N - 1 - p.
+        order: ``"contiguous"``: one shard for each process, in their order. ``"head-tail"``: two for each,
+            the first half of its tokens (rounded up) counted from the start of the sequence, the others from
+            its end: of N processes, process p holds shards p and 2 N - 1 - p.
     """
     processes = range(len(lengths))
     if order == "contiguous":
@@ -278,7 +294,9 @@ def divided(lengths: Sequence[int], order: Order) -> tuple[tuple[int, ...], tupl
 
 
 def checked_shards(num_positions: int, num_processes: int | Sequence[int]) -> tuple[int, ...]:
-    """The tokens of each process, from their number or from the processes: then the first ones have one more where T is no multiple."""
+    """The tokens of each process, from their number or from the processes: then the first ones have one more
+    where T is no multiple.
+    """
     check_size("num_positions", num_positions, MAX_LENGTH)
     if isinstance(num_processes, int) and not isinstance(num_processes, bool):
         check_size("num_processes", num_processes, MAX_LENGTH)

@@ -1,4 +1,6 @@
-"""Levels that slide with the query: a pair of positions shares a level where its distance is below the window of the level."""
+"""Levels that slide with the query: a pair of positions shares a level where its distance is below the window
+of the level.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ def shorter(a: int | None, b: int | None) -> int | None:
 
 
 def checked_windows(ranks: tuple[int, ...], windows: object) -> Windows:
-    """The windows as a tuple; raises ``ConfigError`` unless there is one per rank and none is longer than the one before."""
+    """The windows as a tuple; raises ``ConfigError`` unless there is one per rank and none is longer than the
+    one before.
+    """
     if not isinstance(windows, Sequence) or isinstance(windows, str | bytes):
         raise ConfigError(f"windows must be a tuple or list of ints or None, one per level, got {describe(windows)}")
     for level, window in enumerate(windows, start=1):
@@ -27,18 +31,22 @@ def checked_windows(ranks: tuple[int, ...], windows: object) -> Windows:
             check_size(f"windows: level {level}", window, MAX_LENGTH)
     if len(windows) != len(ranks):
         raise ConfigError(
-            f"a layout needs one window per rank: got {len(ranks)} ranks {ranks} and {len(windows)} windows {tuple(windows)}"
+            f"a layout needs one window per rank: got {len(ranks)} ranks {ranks} and {len(windows)} windows "
+            f"{tuple(windows)}"
         )
     for level, (outer, inner) in enumerate(pairwise(windows), start=2):
         if shorter(outer, inner) != inner:
             raise ConfigError(
-                f"windows must not grow: expected at most {outer}, the window of level {level - 1}, at level {level}, got {inner}"
+                f"windows must not grow: expected at most {outer}, the window of level {level - 1}, at level {level}, "
+                f"got {inner}"
             )
     return tuple(windows)
 
 
 def num_shared(windows: Windows, i: Tensor, j: Tensor) -> Tensor:
-    """How many levels positions share, int64, of the shape to which i and j broadcast; 0 beyond the first window."""
+    """How many levels positions share, int64, of the shape to which i and j broadcast; 0 beyond the first
+    window.
+    """
     i, j = i.long(), j.long()
     count = (i - j) * 0
     for window in windows:

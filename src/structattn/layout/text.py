@@ -1,7 +1,8 @@
 """Levels whose segments are units of the text: paragraphs, lines and words in place of blocks of equal size.
 
-A ``TextLayout`` says which level is which part; ``TextUnits`` says what each token means for them; from both and the tokens of a
-batch comes a ``LevelLayout`` with free segments, which ``ops`` computes. No token changes a segment before it.
+A ``TextLayout`` says which level is which part; ``TextUnits`` says what each token means for them; from both
+and the tokens of a batch comes a ``LevelLayout`` with free segments, which ``ops`` computes. No token changes
+a segment before it.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class Segments:
 
     Attributes:
         units: from the largest to the smallest.
-        rows: for each batch row (packed sequence) and each unit the starts, rising from 0; those of a unit include those of the
-            larger ones.
+        rows: for each batch row (packed sequence) and each unit the starts, rising from 0; those of a unit
+            include those of the larger ones.
     """
 
     units: tuple[Unit, ...]
@@ -49,12 +50,13 @@ class TextLayout:
 
     Args:
         ranks: dimensions per level, level 1 first; two to four.
-        units: of the levels from 2 on, ``"paragraph"``, ``"line"`` or ``"word"``, from the largest to the smallest. Default: the
-            largest ones, ``paragraph``, then ``line``, then ``word``.
+        units: of the levels from 2 on, ``"paragraph"``, ``"line"`` or ``"word"``, from the largest to the
+            smallest. Default: the largest ones, ``paragraph``, then ``line``, then ``word``.
         scaling, value_ranks: as ``LevelLayout``.
 
     Raises:
-        ConfigError: not one unit per deeper level, units that are unknown or not in that order, or as ``LevelLayout``.
+        ConfigError: not one unit per deeper level, units that are unknown or not in that order, or as
+            ``LevelLayout``.
     """
 
     ranks: tuple[int, ...]
@@ -78,7 +80,8 @@ class TextLayout:
         object.__setattr__(self, "units", tuple(self.units))
         if not 2 <= len(self.ranks) <= len(UNITS) + 1:
             raise ConfigError(
-                f"a text layout has 2 to {len(UNITS) + 1} ranks, one for all text and one for each of {', '.join(UNITS)}; got "
+                f"a text layout has 2 to {len(UNITS) + 1} ranks, one for all text and one for each of "
+                f"{', '.join(UNITS)}; got "
                 f"{self.ranks}"
             )
         if not self.units:
@@ -88,7 +91,8 @@ class TextLayout:
         order = [UNITS.index(unit) for unit in self.units]
         if len(order) != len(self.ranks) - 1 or order != sorted(set(order)):
             raise ConfigError(
-                f"a text layout needs one unit for each rank but the first, from the largest to the smallest ({', '.join(UNITS)}): got "
+                "a text layout needs one unit for each rank but the first, from the largest to the smallest "
+                f"({', '.join(UNITS)}): got "
                 f"ranks {self.ranks} and units {self.units}"
             )
         object.__setattr__(self, "value_ranks", self.bound.value_ranks)
@@ -109,7 +113,9 @@ class TextLayout:
         return LevelLayout.from_boundaries(self.ranks, ((0,),) * len(self.ranks), self.scaling, self.value_ranks)
 
     def at(self, segments: Segments) -> LevelLayout:
-        """The layout of a batch whose segments are known; of the units there, those of the layout are taken."""
+        """The layout of a batch whose segments are known; of the units there, those of the layout are
+        taken.
+        """
         check_type("segments", segments, Segments, "a Segments", "TextUnits.segments makes them from tokens")
         if missing := [unit for unit in self.units if unit not in segments.units]:
             raise ConfigError(
@@ -134,8 +140,9 @@ class TextLayout:
 class TextUnits:
     """How each token of a vocabulary begins and ends text units; made by ``of``.
 
-    A line ends with the token that holds a newline, a paragraph with the one that completes two newlines in a row: the segment begins at the
-    token after it. A word ends with whitespace; it also begins with a token such as ``" the"``, whitespace and more.
+    A line ends with the token that holds a newline, a paragraph with the one that completes two newlines in a
+    row: the segment begins at the token after it. A word ends with whitespace; it also begins with a token
+    such as ``" the"``, whitespace and more.
 
     Args:
         marks: one byte per token, its marks.
@@ -195,7 +202,8 @@ class TextUnits:
 
         Args:
             tokens: (B, T) ids.
-            left_padding, cu_seqlens: as of ``structured_attention``; packed sequences are the rows of what is returned.
+            left_padding, cu_seqlens: as of ``structured_attention``; packed sequences are the rows of what is
+                returned.
             units: those that are wanted.
 
         Cost: O(B T); the device is waited for.
@@ -317,7 +325,8 @@ class TextHistory:
         return len(self.marks or self._padding or ()) or None
 
     def step(self, tokens: Tensor, length: int) -> TextStep:
-        """The segments that the next tokens (B, n) see, after ``length`` tokens, padding included. Nothing is changed.
+        """The segments that the next tokens (B, n) see, after ``length`` tokens, padding included. Nothing is
+        changed.
 
         Cost: that of the new tokens, however many there were before.
         """

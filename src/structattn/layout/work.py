@@ -1,6 +1,8 @@
-"""The work of causal attention along a sequence, from the pairs that share each level: how much each token has, and each pair of shards.
+"""The work of causal attention along a sequence, from the pairs that share each level: how much each token
+has, and each pair of shards.
 
-The positions before a query that share a level with it are the neighboring ones from a first key on, and this first key never moves back.
+The positions before a query that share a level with it are the neighboring ones from a first key on, and this
+first key never moves back.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ def shard_pairs(layout: Levels, lengths: Sequence[int], window: int | None = Non
         first = first_keys(layout, level, total, window)
         sums = torch.cat((torch.zeros(1, dtype=torch.int64), first.cumsum(0)))
         for shard, (start, stop) in enumerate(zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)):
-            # Keys that are seen below each end: those queries whose first key is below it see the keys from there up to it.
+            # Keys that are seen below each end: those queries whose first key is below it see the keys from
+            # there up to it.
             below = ends[: shard + 1]
             seeing = torch.searchsorted(first[start:stop].contiguous(), below)
             seen = below * seeing - (sums[start + seeing] - sums[start])

@@ -1,10 +1,10 @@
 """The contract of a structured matrix.
 
-A structure supplies the products of ONE vector family with its matrix and its transpose, on inputs in a canonical shape;
-everything else (batches, heads, dense form, bilinear form, choice of contraction) is here.
+A structure supplies the products of ONE vector family with its matrix and its transpose, on inputs in a
+canonical shape; everything else (batches, heads, dense form, bilinear form, choice of contraction) is here.
 
-Axes: P matrices (all heads), R vectors, M x N the shape of one matrix, F inner dimension of the factors. The canonical
-shape is feature-major, (P, size, R); ``feature_major.py`` says why.
+Axes: P matrices (all heads), R vectors, M x N the shape of one matrix, F inner dimension of the factors. The
+canonical shape is feature-major, (P, size, R); ``feature_major.py`` says why.
 """
 
 from __future__ import annotations
@@ -38,18 +38,19 @@ from structattn.optim.roles import Role
 
 Order = Literal["factored", "formed_left", "formed_right"]
 
-# On a CPU a matrix of at most this many rows and columns is written out before it multiplies many vectors. One core (AMD EPYC,
-# MKL, float32), forward and backward of 4,096 vectors, times faster than the factors: btt:1 2.0 at 64, 1.4 at 128, 0.8 at 256;
-# 8 of them 1.9, 1.4 and 1.1; the features of 8 mlr:4|2|2 1.7 at 64.
+# On a CPU a matrix of at most this many rows and columns is written out before it multiplies many vectors.
+# One core (AMD EPYC, MKL, float32), forward and backward of 4,096 vectors, times faster than the factors:
+# btt:1 2.0 at 64, 1.4 at 128, 0.8 at 256; 8 of them 1.9, 1.4 and 1.1; the features of 8 mlr:4|2|2 1.7 at 64.
 MOST_ROWS_WRITTEN_OUT = 128
-# Writing it out costs as much as multiplying that many columns; with fewer vectors than this many times the rows or columns,
-# 8 matrices of 128 x 128 lose.
+# Writing it out costs as much as multiplying that many columns; with fewer vectors than this many times the
+# rows or columns, 8 matrices of 128 x 128 lose.
 VECTORS_PER_COLUMN = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contraction:
-    """How a bilinear form over T x S pairs is computed, and what each way costs (FLOPs, all matrices of the batch).
+    """How a bilinear form over T x S pairs is computed, and what each way costs (FLOPs, all matrices of the
+    batch).
 
     Attributes:
         order: ``"factored"`` <w(x), u(y)> of the inner dimension; ``"formed_left"`` (M^T x) against y;
@@ -63,7 +64,8 @@ class Contraction:
     alternatives: Mapping[Order, int]
 
 
-# A structure is there to have fewer numbers than a dense matrix. Tests and small examples have more; a rank of 100,000 is a mistake.
+# A structure is there to have fewer numbers than a dense matrix. Tests and small examples have more; a rank
+# of 100,000 is a mistake.
 _MOST_NUMBERS = 16
 _FEW = 64 * 64  # numbers of a matrix that is so small that any rank is cheap
 
@@ -82,15 +84,17 @@ def check_matrix_size(name: str, num_rows: int, num_cols: int) -> None:
 
 
 class StructuredMatrix(nn.Module, ABC):
-    """A differentiable matrix M of shape (num_rows, num_cols), or a batch of them, that is never stored densely.
+    """A differentiable matrix M of shape (num_rows, num_cols), or a batch of them, that is never stored
+    densely.
 
-    A structure implements ``_matmul``, ``_rmatmul``, ``flops``, ``rank_bound``, ``options``, ``factor_groups`` and
-    ``product_fan_ins``. Every parameter has the batch dimensions in front.
+    A structure implements ``_matmul``, ``_rmatmul``, ``flops``, ``rank_bound``, ``options``,
+    ``factor_groups`` and ``product_fan_ins``. Every parameter has the batch dimensions in front.
 
     Args:
         num_rows: rows of one matrix.
         num_cols: columns of one matrix.
-        batch_shape: leading dimensions of a batch of matrices, such as ``(num_heads,)``. Default ``()``: one matrix.
+        batch_shape: leading dimensions of a batch of matrices, such as ``(num_heads,)``. Default ``()``: one
+            matrix.
 
     Raises:
         ConfigError: a size is not a positive int.
@@ -107,12 +111,14 @@ class StructuredMatrix(nn.Module, ABC):
         """A new factor without numbers.
 
         Raises:
-            ConfigError: it has far more numbers than the dense matrix, so that a rank is a mistake; or memory cannot hold it.
+            ConfigError: it has far more numbers than the dense matrix, so that a rank is a mistake; or memory
+                cannot hold it.
         """
         own = math.prod(shape) // math.prod(self.batch_shape)
         if own > (most := _MOST_NUMBERS * max(self.num_rows * self.num_cols, _FEW)):
             raise ConfigError(
-                f"a factor of a {self.num_rows} x {self.num_cols} {type(self).__name__} would have {own:,} numbers: expected at most {most:,}, "
+                f"a factor of a {self.num_rows} x {self.num_cols} {type(self).__name__} would have {own:,} numbers: "
+                f"expected at most {most:,}, "
                 f"{_MOST_NUMBERS} times a dense matrix; choose a smaller rank"
             )
         check_memory(f"the factors of a {self.num_rows} x {self.num_cols} {type(self).__name__}", math.prod(shape))
@@ -121,7 +127,9 @@ class StructuredMatrix(nn.Module, ABC):
     @property
     @abstractmethod
     def options(self) -> dict[str, Any]:
-        """The arguments of the structure besides sizes and batch: ``type(m)(num_rows, num_cols, **m.options)`` has the same structure."""
+        """The arguments of the structure besides sizes and batch:
+        ``type(m)(num_rows, num_cols, **m.options)`` has the same structure.
+        """
 
     def rebatched(self, batch_shape: Sequence[int]) -> Self:
         """A new matrix of the same structure and size, with fresh parameters of the same dtype and device.
@@ -137,18 +145,22 @@ class StructuredMatrix(nn.Module, ABC):
     def product_fan_ins(self) -> dict[str, int]:
         """For every factor, by its parameter name: the numbers that one entry of its output sums over in M x.
 
-        This is the fan-in of one block, which sets the initial scale and, under muP, the learning rate. Parameters that are
-        not matrices (the weights of a sum of terms) are left out.
+        This is the fan-in of one block, which sets the initial scale and, under muP, the learning rate.
+        Parameters that are not matrices (the weights of a sum of terms) are left out.
         """
 
     @property
     def initial_fan_ins(self) -> dict[str, int]:
-        """The fan-ins that a new matrix is drawn with: ``product_fan_ins`` unless the structure says otherwise."""
+        """The fan-ins that a new matrix is drawn with: ``product_fan_ins`` unless the structure says
+        otherwise.
+        """
         return self.product_fan_ins
 
     @property
     def factor_uses(self) -> dict[str, int]:
-        """The number of slices of one vector that the same factor multiplies, for the factors where it is more than one; see ``mup.Role``."""
+        """The number of slices of one vector that the same factor multiplies, for the factors where it is
+        more than one; see ``mup.Role``.
+        """
         return {}
 
     def factor_roles(self, fan_ins: Mapping[str, int]) -> dict[str, Role]:
@@ -157,7 +169,9 @@ class StructuredMatrix(nn.Module, ABC):
         return {name: Role(kind="factor", fan_in=fan_in, uses=uses.get(name, 1)) for name, fan_in in fan_ins.items()}
 
     def parameter_roles(self) -> dict[str, Role]:
-        """The muP role of every parameter: a factor with its fan-in in M x, or a gain for a parameter that is not a matrix."""
+        """The muP role of every parameter: a factor with its fan-in in M x, or a gain for a parameter that is
+        not a matrix.
+        """
         factors = self.factor_roles(self.product_fan_ins)
         return {name: factors[name] if name in factors else Role(kind="gain") for name, _ in self.named_parameters()}
 
@@ -189,11 +203,14 @@ class StructuredMatrix(nn.Module, ABC):
     @property
     @abstractmethod
     def factor_groups(self) -> list[list[nn.Parameter]]:
-        """The factors in groups: M is linear in each group, so that scaling every group by t scales M by t^(number of groups)."""
+        """The factors in groups: M is linear in each group, so that scaling every group by t scales M by
+        t^(number of groups).
+        """
 
     @torch.no_grad()
     def scale_(self, factor: float) -> None:
-        """Multiplies M by a number in place, spread evenly over the groups of factors; the sign goes to the first.
+        """Multiplies M by a number in place, spread evenly over the groups of factors; the sign goes to the
+        first.
 
         Raises:
             ConfigError: the factors are capped (``rms_cap``), so that M does not follow their scale.
@@ -206,7 +223,9 @@ class StructuredMatrix(nn.Module, ABC):
 
     @abstractmethod
     def _matmul(self, x: Tensor) -> Tensor:
-        """M x for feature-major x (1 or P, N, R): (P, M, R). With a leading 1 every matrix gets the same vectors."""
+        """M x for feature-major x (1 or P, N, R): (P, M, R). With a leading 1 every matrix gets the same
+        vectors.
+        """
 
     @abstractmethod
     def _rmatmul(self, x: Tensor) -> Tensor:
@@ -245,14 +264,16 @@ class StructuredMatrix(nn.Module, ABC):
             x, "full_tensor"
         ):  # a DTensor, whose class is slow to import
             raise ConfigError(
-                f"{what}: the factors are divided among processes; call the module that was divided, which computes with its own parts"
+                f"{what}: the factors are divided among processes; call the module that was divided, which computes "
+                "with its own parts"
             )
         check_like(f"{what}: the tensor of vectors", x, parameter)
 
     def _on_rows(self, apply: Callable[[Tensor], Tensor], x: Tensor, size: int, batch_shape: tuple[int, ...]) -> Tensor:
         """Brings x (..., T, size) to the canonical shape, applies the product, and brings the result back.
 
-        Dimensions of x before T broadcast against ``batch_shape``; vectors that all matrices share are not repeated.
+        Dimensions of x before T broadcast against ``batch_shape``; vectors that all matrices share are not
+        repeated.
         """
         self._check_vectors(x, size)
         depth = len(batch_shape)
@@ -278,7 +299,8 @@ class StructuredMatrix(nn.Module, ABC):
             vectors = to_feature_major(tokens.reshape(-1, size))[None]
         else:
             full = tokens.reshape(*lead, num_tokens, size).expand(*outer, *batch_shape, num_tokens, size)
-            # The dimension of the matrices is between tokens and features, so one 2-D transposition serves all of them.
+            # The dimension of the matrices is between tokens and features, so one 2-D transposition serves
+            # all of them.
             order = [*range(num_outer), num_outer + depth, *range(num_outer, num_outer + depth), num_outer + depth + 1]
             vectors = to_feature_major(full.permute(order).flatten(0, num_outer).flatten(1)).unflatten(0, (num, size))
         out = apply(vectors)
@@ -296,10 +318,12 @@ class StructuredMatrix(nn.Module, ABC):
         return is_small and holds(x.numel() >= VECTORS_PER_COLUMN * size * max(self.num_rows, self.num_cols, size))
 
     def matmul(self, x: Tensor) -> Tensor:
-        """M x. On a CPU many vectors are multiplied by a small matrix written out, which is faster; it differs by rounding.
+        """M x. On a CPU many vectors are multiplied by a small matrix written out, which is faster; it
+        differs by rounding.
 
         Args:
-            x: (..., T, num_cols), or one vector (num_cols,); dimensions before T broadcast against ``batch_shape``.
+            x: (..., T, num_cols), or one vector (num_cols,); dimensions before T broadcast against
+                ``batch_shape``.
 
         Returns:
             (..., *batch_shape, T, num_rows).
@@ -320,7 +344,8 @@ class StructuredMatrix(nn.Module, ABC):
         return self.matmul(x)
 
     def to_dense(self) -> Tensor:
-        """M as a dense tensor (*batch_shape, num_rows, num_cols), differentiable, in its own dtype also under autocast.
+        """M as a dense tensor (*batch_shape, num_rows, num_cols), differentiable, in its own dtype also under
+        autocast.
 
         Cost: ``num_cols`` products.
         """
@@ -330,7 +355,9 @@ class StructuredMatrix(nn.Module, ABC):
             return self.matmul(eye).transpose(-2, -1)
 
     def projection_flops(self, order: Order, num_left: int, num_right: int) -> int:
-        """FLOPs of the two sides of the bilinear form before they meet, for T left and S right vectors, all matrices."""
+        """FLOPs of the two sides of the bilinear form before they meet, for T left and S right vectors, all
+        matrices.
+        """
         check_choice("order", order, self.orders)
         check_int("num_left", num_left, minimum=0)
         check_int("num_right", num_right, minimum=0)
@@ -348,7 +375,8 @@ class StructuredMatrix(nn.Module, ABC):
         return ("formed_left", "formed_right")
 
     def contraction(self, num_left: int, num_right: int) -> Contraction:
-        """The cheapest way to compute the bilinear form of ``num_left`` x ``num_right`` pairs, by counting FLOPs.
+        """The cheapest way to compute the bilinear form of ``num_left`` x ``num_right`` pairs, by counting
+        FLOPs.
 
         On a tie formed_left wins, in which all matrices of a batch share y, then factored.
 

@@ -1,4 +1,6 @@
-"""Block tensor train (BTT) and Monarch: two block-diagonal factors with a permutation between them; full rank at E^1.5 cost."""
+"""Block tensor train (BTT) and Monarch: two block-diagonal factors with a permutation between them; full rank
+at E^1.5 cost.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,17 @@ from structattn.matrices.terms import BlockTerm, BlockTermSum
 
 
 def factor_pair(size: int) -> tuple[int, int]:
-    """The factors (small, large) of ``size`` that are closest to its square root: 64 -> (8, 8), 128 -> (8, 16)."""
+    """The factors (small, large) of ``size`` that are closest to its square root: 64 -> (8, 8), 128 -> (8,
+    16).
+    """
     small = next(d for d in range(math.isqrt(size), 0, -1) if size % d == 0)
     return small, size // small
 
 
 def pair_of_dims(name: str, dims: Sequence[int] | None, size: int) -> tuple[int, int]:
-    """The pair, by default ``factor_pair`` with the larger first; raises ``ConfigError`` unless its product is the size."""
+    """The pair, by default ``factor_pair`` with the larger first; raises ``ConfigError`` unless its product
+    is the size.
+    """
     if dims is None:
         return factor_pair(size)[::-1]
     dims = check_sizes(name, dims)
@@ -40,17 +46,19 @@ def stride_term(b: int, c: int, s: int) -> BlockTerm:
 
 
 class BlockTensorTrain(BlockTermSum):
-    """M = P_L (L_1 ⊕ ... ⊕ L_b) P_R (R_1ᵀ ⊕ ... ⊕ R_cᵀ), L_k': a x c s, R_k: d x b s, and stride permutations.
+    """M = P_L (L_1 ⊕ ... ⊕ L_b) P_R (R_1ᵀ ⊕ ... ⊕ R_cᵀ), L_k': a x c s, R_k: d x b s, and stride
+    permutations.
 
-    M y views y as (c, d), multiplies block k by R_kᵀ to (c, b, s), permutes to (b, c s), multiplies block k' by L_k' to
-    (b, a), permutes to (a, b) and flattens. The features of its bilinear form have b c s numbers.
+    M y views y as (c, d), multiplies block k by R_kᵀ to (c, b, s), permutes to (b, c s), multiplies block k'
+    by L_k' to (b, a), permutes to (a, b) and flattens. The features of its bilinear form have b c s numbers.
 
     Args:
         num_rows: a * b. Any size works; a prime one leaves (num_rows, 1), at the cost of a dense matrix.
         num_cols: c * d. Likewise.
         rank: s, the rank of the blocks that the two factors exchange.
         row_dims: (a, b). Default: the factor pair closest to the square root, the larger first.
-        col_dims: (c, d). Default: likewise. So b c s >= min(num_rows, num_cols) for square matrices, and the rank is full.
+        col_dims: (c, d). Default: likewise. So b c s >= min(num_rows, num_cols) for square matrices, and the
+            rank is full.
         batch_shape, right_batch_shape, rms_cap: see ``FactoredMatrix``.
 
     Attributes:
@@ -60,7 +68,8 @@ class BlockTensorTrain(BlockTermSum):
     Raises:
         ConfigError: dims do not multiply to the sizes.
 
-    Cost: s (num_rows c + num_cols b) parameters, twice that in FLOPs per vector; 2 s E^1.5 for E x E with square dims.
+    Cost: s (num_rows c + num_cols b) parameters, twice that in FLOPs per vector; 2 s E^1.5 for E x E with
+        square dims.
 
     Source: Kuang et al. 2025, section 3.2; Qiu et al. 2024 for the operation.
     """
@@ -104,17 +113,19 @@ class BlockTensorTrain(BlockTermSum):
 
 
 class Monarch(BlockTensorTrain):
-    """M = Pᵀ (⊕ L) P (⊕ Rᵀ), P the stride permutation: a block tensor train of rank 1, said in numbers of blocks.
+    """M = Pᵀ (⊕ L) P (⊕ Rᵀ), P the stride permutation: a block tensor train of rank 1, said in numbers of
+    blocks.
 
     For num_blocks = (m, m) and size m² it is the Monarch matrix of Dao et al. 2022: their order-2 factors are
-    blkdiag(R_1ᵀ, ...) and blkdiag(L_1, ...). With s = 1 the order of the exchanged features leaves nothing to choose, so both
-    conventions name the same matrices.
+    blkdiag(R_1ᵀ, ...) and blkdiag(L_1, ...). With s = 1 the order of the exchanged features leaves nothing to
+    choose, so both conventions name the same matrices.
 
     Args:
-        num_rows: size of the outputs. Any size works; a prime one leaves one block, at the cost of a dense matrix.
+        num_rows: size of the outputs. Any size works; a prime one leaves one block, at the cost of a dense
+            matrix.
         num_cols: size of the inputs. Likewise.
-        num_blocks: (b, c), blocks of the left and of the right factor; b divides num_rows and c num_cols. Default: those of
-            ``BlockTensorTrain``, about the square roots.
+        num_blocks: (b, c), blocks of the left and of the right factor; b divides num_rows and c num_cols.
+            Default: those of ``BlockTensorTrain``, about the square roots.
         batch_shape, right_batch_shape, rms_cap: see ``FactoredMatrix``.
 
     Attributes:

@@ -40,7 +40,8 @@ def _smooth_numbers(limit: int) -> list[int]:
 
 
 def default_radices(num_rows: int, num_cols: int, owner: str = "Butterfly") -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Row and column radices of equal number: prime factors, with ones where the shorter list would narrow the product.
+    """Row and column radices of equal number: prime factors, with ones where the shorter list would narrow
+    the product.
 
     Raises:
         ConfigError: a size has a prime factor above 7; the nearest sizes that work are named, for ``owner``.
@@ -62,34 +63,40 @@ def default_radices(num_rows: int, num_cols: int, owner: str = "Butterfly") -> t
 
 
 class Butterfly(FactoredMatrix):
-    """A product of k stages; stage t mixes index t of the vector only, with a separate matrix for every value of the others.
+    """A product of k stages; stage t mixes index t of the vector only, with a separate matrix for every value
+    of the others.
 
-    A vector of num_cols numbers has indices (i_1, ..., i_k), i_t < n_t; one of num_rows has (o_1, ..., o_k), o_t < m_t.
-    Stage k acts first and stage 1 last; stage t turns i_t into o_t:
+    A vector of num_cols numbers has indices (i_1, ..., i_k), i_t < n_t; one of num_rows has (o_1, ..., o_k),
+    o_t < m_t. Stage k acts first and stage 1 last; stage t turns i_t into o_t:
 
         y[i_1 .. i_{t-1}, o_t, o_{t+1} .. o_k] = sum over i_t of W_t[outer, inner, o_t, i_t] x[i_1 .. i_t, o_{t+1} .. o_k]
 
-    with outer = (i_1 ... i_{t-1}), inner = (o_{t+1} ... o_k) flattened. With all radices 2 it is the butterfly matrix of Dao et
-    al. 2019; two stages are a block tensor train. With ``rank`` s neighbouring stages exchange s channels: the element
-    (o_t, channel) of a stage's output meets (i_{t-1}, channel) of the next, and the last stage ends, the first begins, with one.
+    with outer = (i_1 ... i_{t-1}), inner = (o_{t+1} ... o_k) flattened. With all radices 2 it is the
+    butterfly matrix of Dao et al. 2019; two stages are a block tensor train. With ``rank`` s neighbouring
+    stages exchange s channels: the element (o_t, channel) of a stage's output meets (i_{t-1}, channel) of the
+    next, and the last stage ends, the first begins, with one.
 
     Args:
         num_rows, num_cols: shape of one matrix.
         rank: s. Default 1.
         row_radices: (m_1, ..., m_k) with product num_rows. Default: the prime factors, ascending.
-        col_radices: (n_1, ..., n_k) with product num_cols, as many as row_radices (1 is allowed). Default: likewise.
-        batch_shape, right_batch_shape, rms_cap: see ``FactoredMatrix``. The right factor is the half of the stages that acts first.
+        col_radices: (n_1, ..., n_k) with product num_cols, as many as row_radices (1 is allowed). Default:
+            likewise.
+        batch_shape, right_batch_shape, rms_cap: see ``FactoredMatrix``. The right factor is the half of the
+            stages that acts first.
 
     Attributes:
-        left, right: stages 1 ... k // 2 and k // 2 + 1 ... k, each (*batch, outer, inner, m_t s, n_t s), s = 1 at the two ends.
+        left, right: stages 1 ... k // 2 and k // 2 + 1 ... k, each (*batch, outer, inner, m_t s, n_t s), s =
+            1 at the two ends.
 
     Raises:
-        ConfigError: radices do not fit the sizes, or by default a prime factor above 7; the nearest sizes that work are named.
+        ConfigError: radices do not fit the sizes, or by default a prime factor above 7; the nearest sizes
+            that work are named.
 
     Cost: 2 E log2 E parameters for E a power of two (s = 1), twice that in FLOPs per vector.
 
-    Source: Dao et al. 2019, Learning fast algorithms for linear transforms using butterfly factorizations; Li et al. 2015,
-    Butterfly factorization, for rank s.
+    Source: Dao et al. 2019, Learning fast algorithms for linear transforms using butterfly factorizations; Li
+    et al. 2015, Butterfly factorization, for rank s.
     """
 
     def __init__(
@@ -116,7 +123,8 @@ class Butterfly(FactoredMatrix):
         cols = check_sizes("Butterfly col_radices", col_radices)
         if len(rows) != len(cols) or not rows or math.prod(rows) != num_rows or math.prod(cols) != num_cols:
             raise ConfigError(
-                f"Butterfly: row_radices and col_radices must be equally many, with products {num_rows} and {num_cols}, got "
+                f"Butterfly: row_radices and col_radices must be equally many, with products {num_rows} and "
+                f"{num_cols}, got "
                 f"{rows} and {cols}"
             )
         self.rank = rank
@@ -194,11 +202,12 @@ class Butterfly(FactoredMatrix):
         return self._grid[t][2] // self.row_radices[t], self._grid[t][3] // self.col_radices[t]
 
     def _forward_stages(self, x: Tensor, weights: Mapping[int, Tensor]) -> Tensor:
-        """Stages hi ... lo (0-based, descending) on feature-major vectors in natural order, with channels innermost.
+        """Stages hi ... lo (0-based, descending) on feature-major vectors in natural order, with channels
+        innermost.
 
-        Between the stages the indices are rotated: the next index leads and the product of a stage is one batched matrix
-        product that reads it strided and writes contiguous memory, so no stage copies anything (constant geometry). The
-        matrices of the batch come after the other indices.
+        Between the stages the indices are rotated: the next index leads and the product of a stage is one
+        batched matrix product that reads it strided and writes contiguous memory, so no stage copies anything
+        (constant geometry). The matrices of the batch come after the other indices.
         """
         hi, lo = max(weights), min(weights)
         tokens = x.shape[-1]
@@ -223,7 +232,8 @@ class Butterfly(FactoredMatrix):
             # memory: (i_t, [i_t-1 .. i_lo], kept, p, [inner], [o_hi .. o_t+1], ch, R)
             rest = math.prod(outers) * kept
             x = x.reshape(size, rest * num, inner * math.prod(done), ch_in, tokens)
-            # weights follow: outer (kept, i_lo .. i_t-1) reversed, inner (o_t+1 .. o_hi, inner) with o_hi .. reversed
+            # weights follow: outer (kept, i_lo .. i_t-1) reversed, inner (o_t+1 .. o_hi, inner) with o_hi ..
+            # reversed
             w = weight.reshape(weight.shape[0], kept, *outers, *done[::-1], inner, height, width)
             a, b = len(outers), len(done)
             w = w.permute(*range(a + 1, 1, -1), 1, 0, 2 + a + b, *range(1 + a + b, 1 + a, -1), 3 + a + b, 4 + a + b)
@@ -247,7 +257,9 @@ class Butterfly(FactoredMatrix):
         return x.permute(1, 0, *range(2 + m, 2, -1), 2, 3 + m, 4 + m).flatten(1, -2)
 
     def _backward_stages(self, x: Tensor, weights: Mapping[int, Tensor]) -> Tensor:
-        """Transposed stages lo ... hi (ascending) on feature-major vectors in natural order; the mirror image of ``_forward_stages``."""
+        """Transposed stages lo ... hi (ascending) on feature-major vectors in natural order; the mirror image
+        of ``_forward_stages``.
+        """
         lo, hi = min(weights), max(weights)
         tokens = x.shape[-1]
         num = x.shape[0]
@@ -325,6 +337,8 @@ class Butterfly(FactoredMatrix):
 
     @property
     def rank_bound(self) -> int:
-        """The smallest number of values between any two stages, the ends included (see ``BlockTermSum.rank_bound``)."""
+        """The smallest number of values between any two stages, the ends included (see
+        ``BlockTermSum.rank_bound``).
+        """
         widths = [outer * inner * width for outer, inner, _, width in self._grid]
         return min(self.num_rows, *widths)

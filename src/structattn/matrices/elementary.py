@@ -173,11 +173,12 @@ class LowRank(FactoredMatrix):
 class Kronecker(FactoredMatrix):
     """M = A ⊗ B, M[(i_a, i_b), (i_c, i_d)] = A[i_a, i_c] B[i_b, i_d].
 
-    The two factors act in sequence, first the one that makes the whole product cheaper. It is the right factor of the
-    bilinear form, and the one that grouped heads share.
+    The two factors act in sequence, first the one that makes the whole product cheaper. It is the right
+    factor of the bilinear form, and the one that grouped heads share.
 
     Args:
-        num_rows: a * b. Any size works; a prime one leaves (num_rows, 1), and with a prime num_cols a dense matrix.
+        num_rows: a * b. Any size works; a prime one leaves (num_rows, 1), and with a prime num_cols a dense
+            matrix.
         num_cols: c * d. Likewise.
         row_dims: (a, b). Default: the factor pair closest to the square root, the larger first.
         col_dims: (c, d). Default: likewise.
@@ -191,7 +192,8 @@ class Kronecker(FactoredMatrix):
     Raises:
         ConfigError: dims do not multiply to the sizes.
 
-    Cost: a c + b d parameters, 2E for square E x E; 2 min(c d b + a c b, a c d + a d b) FLOPs per vector, 4 E^1.5.
+    Cost: a c + b d parameters, 2E for square E x E; 2 min(c d b + a c b, a c d + a d b) FLOPs per vector, 4
+        E^1.5.
 
     Source: Kuang et al. 2025, table 1; Van Loan 2000 for the algebra.
     """
@@ -240,7 +242,9 @@ class Kronecker(FactoredMatrix):
 
     @property
     def factor_uses(self) -> dict[str, int]:
-        """The columns of the vector, seen as a matrix, when the factor meets it: b for A and c for B if B acts first."""
+        """The columns of the vector, seen as a matrix, when the factor meets it: b for A and c for B if B
+        acts first.
+        """
         (a, b), (c, d) = self.row_dims, self.col_dims
         return {"outer": b, "inner": c} if self.inner_first else {"outer": d, "inner": a}
 
@@ -278,7 +282,9 @@ class Kronecker(FactoredMatrix):
         return self._on_outer(weight, x, b) if self.inner_first else self._on_inner(weight, x, a)
 
     def _ordered_factors(self) -> tuple[Tensor, Tensor]:
-        """The factor that acts last, which is the left one of the bilinear form, and the one that acts first."""
+        """The factor that acts last, which is the left one of the bilinear form, and the one that acts
+        first.
+        """
         outer, inner = self.used_factors()
         return (outer, inner) if self.inner_first else (inner, outer)
 

@@ -35,14 +35,16 @@ class TermFactors:
 
 @singledispatch
 def block_terms(m: StructuredMatrix) -> list[TermFactors]:
-    """The matrix as a sum of block terms, exactly; the factors are those in use (after ``rms_cap``), without gradient.
+    """The matrix as a sum of block terms, exactly; the factors are those in use (after ``rms_cap``), without
+    gradient.
 
     Raises:
-        ConfigError: the result would not be smaller than a dense matrix (a Kaleidoscope of several stages, unless its inside is narrow), or a
-            structure of another package.
+        ConfigError: the result would not be smaller than a dense matrix (a Kaleidoscope of several stages,
+            unless its inside is narrow), or a structure of another package.
     """
     raise ConfigError(
-        f"{type(m).__name__} has no block terms that are known here; write it as one of the family, or register it with "
+        f"{type(m).__name__} has no block terms that are known here; write it as one of the family, or register it "
+        "with "
         "structattn.matrices.embedding.block_terms"
     )
 
@@ -84,7 +86,8 @@ def _kronecker(m: Kronecker) -> list[TermFactors]:
     """BTT of rank 1 in which all left blocks are A and all right blocks Bᵀ."""
     (a, b), (c, d) = m.row_dims, m.col_dims
     outer, inner = m.used_factors()
-    # Either factor may be the shared one; a term shares its right factors only, so A is repeated where it is shared.
+    # Either factor may be the shared one; a term shares its right factors only, so A is repeated where it is
+    # shared.
     outer_shape, inner_shape = m.batch_shape, m.right_batch_shape
     if not m.inner_first:
         outer, inner_shape = m._spread_right(outer), m.batch_shape
@@ -96,10 +99,11 @@ def _kronecker(m: Kronecker) -> list[TermFactors]:
 @block_terms.register
 @torch.no_grad()
 def _butterfly(m: Butterfly) -> list[TermFactors]:
-    """The halves of the stages, each fused: those before the split touch only the outer indices, the others the inner ones.
+    """The halves of the stages, each fused: those before the split touch only the outer indices, the others
+    the inner ones.
 
-    So the fused right half is block diagonal in (i_1 ... i_split), the fused left half in (o_split+1 ... o_k): a BTT whose rank
-    is that of the butterfly.
+    So the fused right half is block diagonal in (i_1 ... i_split), the fused left half in (o_split+1 ...
+    o_k): a BTT whose rank is that of the butterfly.
     """
     if not m.split:  # one stage: one dense block on the right
         right = m.used_stage(0)[:, 0, 0].transpose(1, 2).reshape(*m.right_batch_shape, m.num_cols, m.num_rows)
@@ -122,7 +126,9 @@ def _butterfly(m: Butterfly) -> list[TermFactors]:
 @block_terms.register
 @torch.no_grad()
 def _kaleidoscope(m: Kaleidoscope) -> list[TermFactors]:
-    """One stage: a product of dense matrices. A narrow inside: low rank, everything but the last butterfly on the left."""
+    """One stage: a product of dense matrices. A narrow inside: low rank, everything but the last butterfly on
+    the left.
+    """
     mixing = max(
         sum(max(pair) > 1 for pair in zip(butterfly.row_radices, butterfly.col_radices, strict=True))
         for butterfly in m.butterflies
@@ -134,10 +140,14 @@ def _kaleidoscope(m: Kaleidoscope) -> list[TermFactors]:
         return _one_block(left, right)
     if mixing > 1:
         raise ConfigError(
-            f"a Kaleidoscope whose butterflies have {mixing} stages is not one MLBTC term: its stages mix the indices 1, ..., "
-            f"{mixing}, ..., 1 in turn, and a term holds two runs of stages, each of which must leave some index unchanged, but "
-            "wherever the cut is, one run mixes them all and becomes one dense block. It is a term smaller than a dense matrix "
-            "only if its butterflies have one stage, or its inner_size makes it low rank. Use MLBTC.from_matrix on each "
+            f"a Kaleidoscope whose butterflies have {mixing} stages is not one MLBTC term: its stages mix the indices "
+            "1, ..., "
+            f"{mixing}, ..., 1 in turn, and a term holds two runs of stages, each of which must leave some index "
+            "unchanged, but "
+            "wherever the cut is, one run mixes them all and becomes one dense block. It is a term smaller than a "
+            "dense matrix "
+            "only if its butterflies have one stage, or its inner_size makes it low rank. Use MLBTC.from_matrix on "
+            "each "
             "butterfly, or fit an MLBTC to to_dense()"
         )
     dense = Dense(m.num_rows, m.num_cols, batch_shape=m.batch_shape)
@@ -146,6 +156,8 @@ def _kaleidoscope(m: Kaleidoscope) -> list[TermFactors]:
 
 
 def _one_block(left: Tensor, right: Tensor) -> list[TermFactors]:
-    """L Rᵀ as one term of one block: left (*batch_shape, num_rows, F), right (*right_batch_shape, num_cols, F)."""
+    """L Rᵀ as one term of one block: left (*batch_shape, num_rows, F), right (*right_batch_shape, num_cols,
+    F).
+    """
     term = BlockTerm(left_blocks=1, right_blocks=1, inner_dim=left.shape[-1])
     return [TermFactors(term=term, left=left.unsqueeze(-3), right=right.unsqueeze(-3))]

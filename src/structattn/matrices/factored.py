@@ -1,4 +1,6 @@
-"""Structured matrices of two factors, M = L R^T: bilinear forms by features, and right factors that grouped heads share."""
+"""Structured matrices of two factors, M = L R^T: bilinear forms by features, and right factors that grouped
+heads share.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,19 @@ from structattn.matrices.base import Order, StructuredMatrix
 class FactoredMatrix(StructuredMatrix):
     """A structured matrix M = L R^T of two structured factors: its bilinear form is <L^T x, R^T y>.
 
-    The right factors may be shared between matrices of the batch, as grouped key/value heads are: ``right_batch_shape``
-    broadcasts to ``batch_shape``, for example ``batch_shape=(G, H // G)`` and ``right_batch_shape=(G, 1)``.
+    The right factors may be shared between matrices of the batch, as grouped key/value heads are:
+    ``right_batch_shape`` broadcasts to ``batch_shape``, for example ``batch_shape=(G, H // G)`` and
+    ``right_batch_shape=(G, 1)``.
 
-    A structure implements the four half products on canonical shapes, ``left_flops``/``right_flops`` and ``inner_dim``.
+    A structure implements the four half products on canonical shapes, ``left_flops``/``right_flops`` and
+    ``inner_dim``.
 
     Args:
         num_rows, num_cols, batch_shape: see ``StructuredMatrix``.
         right_batch_shape: batch dimensions of the right factors. Default: ``batch_shape``.
-        rms_cap: divide each factor W by max(1, rms(W) / sigma) before use, one rms per matrix of the batch, with
-            sigma^2 = min(f_in, f_out) / f_in^2 and f_in, f_out the sizes of one block. Default ``False``.
+        rms_cap: divide each factor W by max(1, rms(W) / sigma) before use, one rms per matrix of the batch,
+            with sigma^2 = min(f_in, f_out) / f_in^2 and f_in, f_out the sizes of one block. Default
+            ``False``.
 
     Raises:
         ConfigError: a size is wrong, or ``right_batch_shape`` does not broadcast to ``batch_shape``.
@@ -118,7 +123,9 @@ class FactoredMatrix(StructuredMatrix):
         return ("factored", "formed_left", "formed_right")
 
     def projection_flops(self, order: Order, num_left: int, num_right: int) -> int:
-        """FLOPs of the two sides before they meet; shared right factors are applied once per group where they come first."""
+        """FLOPs of the two sides before they meet; shared right factors are applied once per group where they
+        come first.
+        """
         check_choice("order", order, self.orders)
         check_int("num_left", num_left, minimum=0)
         check_int("num_right", num_right, minimum=0)
@@ -159,7 +166,9 @@ class FactoredMatrix(StructuredMatrix):
         return self._on_rows(self._right_features, y, self.num_cols, self.right_batch_shape)
 
     def right_expand(self, w: Tensor) -> Tensor:
-        """R w, the adjoint of ``right_features``, for w (..., *batch_shape, T, inner_dim): (..., *batch_shape, T, num_cols)."""
+        """R w, the adjoint of ``right_features``, for w (..., *batch_shape, T, inner_dim): (...,
+        *batch_shape, T, num_cols).
+        """
         return self._on_rows(self._right_expand, w, self.inner_dim, self.batch_shape)
 
     def _matmul(self, x: Tensor) -> Tensor:
@@ -168,7 +177,9 @@ class FactoredMatrix(StructuredMatrix):
         return self._left_expand(self._per_group(x, self._right_features))
 
     def _per_group(self, x: Tensor, apply: Callable[[Tensor], Tensor]) -> Tensor:
-        """The right product of vectors that differ between matrices with one right factor: those dimensions join R."""
+        """The right product of vectors that differ between matrices with one right factor: those dimensions
+        join R.
+        """
         depth = len(self.batch_shape)
         shared = [d for d in range(depth) if self.right_batch_shape[d] != self.batch_shape[d]]
         kept = [d for d in range(depth) if d not in shared]
@@ -195,7 +206,8 @@ class FactoredMatrix(StructuredMatrix):
         return super().bilinear(x, y)
 
     def _used(self, factor: Tensor, fan_in_dim: int) -> Tensor:
-        """A factor as it is used, (P or P', ...): with ``rms_cap`` divided by max(1, rms / sigma), per matrix.
+        """A factor as it is used, (P or P', ...): with ``rms_cap`` divided by max(1, rms / sigma), per
+        matrix.
 
         Args:
             fan_in_dim: -1 or -2, the dimension of a block whose size is f_in; the other one is f_out.
@@ -204,7 +216,8 @@ class FactoredMatrix(StructuredMatrix):
         if not self.rms_cap:
             return weight
         sigma = math.sqrt(min(weight.shape[-2:])) / weight.shape[fan_in_dim]
-        # Squares overflow half precision, and the root has no gradient at zero, where the cap does not bind anyway.
+        # Squares overflow half precision, and the root has no gradient at zero, where the cap does not bind
+        # anyway.
         wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
         shrink = (wide.flatten(1) / sigma).square().mean(dim=-1).clamp(min=1.0).sqrt()
         return (wide / shrink.reshape(-1, *(1,) * (weight.dim() - 1))).to(weight.dtype)

@@ -1,9 +1,10 @@
-"""Moving between token-major and feature-major memory: done badly, it dominates the time of structured products.
+"""Moving between token-major and feature-major memory: done badly, it dominates the time of structured
+products.
 
-Inside a structure vectors are feature-major, (matrices, size, tokens) with the tokens innermost, so that every permutation
-of features moves whole rows and every block product reads and writes unit strides. The two changes of layout are done by
-separate functions because autograd would otherwise leave the transposition to a strided copy inside some kernel,
-which is several times slower than one plain 2-D transposition.
+Inside a structure vectors are feature-major, (matrices, size, tokens) with the tokens innermost, so that
+every permutation of features moves whole rows and every block product reads and writes unit strides. The two
+changes of layout are done by separate functions because autograd would otherwise leave the transposition to a
+strided copy inside some kernel, which is several times slower than one plain 2-D transposition.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ class _TransposedView(_Transpose):
 
 
 def _is_plain(x: Tensor) -> bool:
-    """Whether none of our autograd functions is needed: no gradient is wanted, or a compiler chooses the layouts itself."""
+    """Whether none of our autograd functions is needed: no gradient is wanted, or a compiler chooses the
+    layouts itself.
+    """
     return not x.requires_grad or torch.compiler.is_compiling()
 
 
@@ -97,10 +100,12 @@ def block_product(weight: Tensor, x: Tensor) -> Tensor:
 
 
 def exchanged_block_product(weight: Tensor, x: Tensor, num_groups: int) -> Tensor:
-    """``block_product`` with the transposed weight, then the stride permutation that exchanges blocks and groups.
+    """``block_product`` with the transposed weight, then the stride permutation that exchanges blocks and
+    groups.
 
-    The outputs of each block are ``num_groups`` groups of s: element (k, j, r) of the product goes to (j, k, r). The
-    permutation costs nothing: the weights are permuted instead, so that the result is a view with mergeable strides.
+    The outputs of each block are ``num_groups`` groups of s: element (k, j, r) of the product goes to (j, k,
+    r). The permutation costs nothing: the weights are permuted instead, so that the result is a view with
+    mergeable strides.
 
     Args:
         weight: (P, K, A, J s), J = ``num_groups``.

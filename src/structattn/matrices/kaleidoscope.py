@@ -18,7 +18,8 @@ _MOST_PAIRS = 1024  # of butterflies, which are modules themselves
 class Kaleidoscope(FactoredMatrix):
     """M = A_1 B_1ᵀ ... A_w B_wᵀ with Butterfly matrices A_i, B_i of rank 1: the class (BB*)^w.
 
-    Every sparse or fast linear transform has a member of this class near its own cost; the price is twice the stages.
+    Every sparse or fast linear transform has a member of this class near its own cost; the price is twice the
+    stages.
 
     Args:
         num_rows, num_cols: shape of one matrix.
@@ -35,7 +36,8 @@ class Kaleidoscope(FactoredMatrix):
 
     Cost: w times 4 E log2 E parameters for E a power of two, twice that in FLOPs per vector.
 
-    Source: Dao et al. 2020, Kaleidoscope: an efficient, learnable representation for all structured linear maps.
+    Source: Dao et al. 2020, Kaleidoscope: an efficient, learnable representation for all structured linear
+        maps.
     """
 
     right: Butterfly
@@ -78,7 +80,9 @@ class Kaleidoscope(FactoredMatrix):
 
     @torch.no_grad()
     def reset_parameters(self, fan_ins: Mapping[str, int] | None = None) -> None:
-        """Draws every butterfly as ``Butterfly`` does, the transposed ones by the fan-in of their transposed stages."""
+        """Draws every butterfly as ``Butterfly`` does, the transposed ones by the fan-in of their transposed
+        stages.
+        """
         found = {**self.product_fan_ins, **self._checked(fan_ins)}
         for prefix, butterfly in self._named_butterflies():
             butterfly.reset_parameters({name: found[f"{prefix}.{name}"] for name in butterfly.product_fan_ins})

@@ -1,4 +1,6 @@
-"""MLBTC, multi-level block tensor contraction: the family that contains low rank, MLR, BTT, Monarch and Kronecker."""
+"""MLBTC, multi-level block tensor contraction: the family that contains low rank, MLR, BTT, Monarch and
+Kronecker.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ class MLBTC(BlockTermSum):
     Raises:
         ConfigError: no terms, or blocks that do not divide the sizes; the nearest sizes that work are named.
 
-    Cost: Σ_l F_l (num_rows / b_l + num_cols / c_l) parameters and one α per term; twice the former in FLOPs per vector.
+    Cost: Σ_l F_l (num_rows / b_l + num_cols / c_l) parameters and one α per term; twice the former in FLOPs
+        per vector.
 
     Source: Kuang et al. 2025, section 3.
     """
@@ -57,14 +60,16 @@ class MLBTC(BlockTermSum):
 
     @classmethod
     def from_matrix(cls, m: StructuredMatrix) -> MLBTC:
-        """The same matrix (and batch of matrices) as an MLBTC, with its dtype and device; parameters are copies.
+        """The same matrix (and batch of matrices) as an MLBTC, with its dtype and device; parameters are
+        copies.
 
-        Dense, low rank, Kronecker, Monarch, Butterfly and BTT become one term, MLR one term per level. A Butterfly is fused
-        into one dense-block term of rank s, exact but of E^1.5 rather than E log E parameters.
+        Dense, low rank, Kronecker, Monarch, Butterfly and BTT become one term, MLR one term per level. A
+        Butterfly is fused into one dense-block term of rank s, exact but of E^1.5 rather than E log E
+        parameters.
 
         Raises:
-            ConfigError: a Kaleidoscope that is not a single term smaller than a dense matrix; the message gives the condition. Or a
-                structure that is not of this package.
+            ConfigError: a Kaleidoscope that is not a single term smaller than a dense matrix; the message
+                gives the condition. Or a structure that is not of this package.
         """
         with without_autocast():
             found = block_terms(m)
@@ -102,6 +107,8 @@ class MLBTC(BlockTermSum):
 
     @property
     def product_fan_ins(self) -> dict[str, int]:
-        """num_cols / c_l for right factors; Σ F_l / b_l for left ones, since every output sums over all terms."""
+        """num_cols / c_l for right factors; Σ F_l / b_l for left ones, since every output sums over all
+        terms.
+        """
         total = sum(term.inner_dim // term.left_blocks for term in self.terms)
         return {**self.feature_fan_ins, **{f"left.{level}": total for level in range(len(self.terms))}}

@@ -17,7 +17,8 @@ from structattn.matrices.terms import BlockTerm, BlockTermSum
 class MultiLevelLowRank(BlockTermSum):
     """M = sum over levels l of the block diagonal of L_{l,k} R_{l,k}ᵀ, k = 1 ... p_l.
 
-    The features of level l are p_l groups of r_l numbers: each chunk of the vector, projected by its own block.
+    The features of level l are p_l groups of r_l numbers: each chunk of the vector, projected by its own
+    block.
 
     Args:
         num_rows, num_cols: shape of one matrix; every p_l divides both.
@@ -30,7 +31,8 @@ class MultiLevelLowRank(BlockTermSum):
         right: one per level, (*right_batch_shape, p_l, num_cols / p_l, r_l).
 
     Raises:
-        ConfigError: ranks are not positive, or some p_l does not divide a size; names the level and the nearest sizes.
+        ConfigError: ranks are not positive, or some p_l does not divide a size; names the level and the
+            nearest sizes.
 
     Cost: (num_rows + num_cols) sum r_l parameters, twice that in FLOPs per vector.
 
@@ -79,7 +81,9 @@ class MultiLevelLowRank(BlockTermSum):
 
     @property
     def product_fan_ins(self) -> dict[str, int]:
-        """The side of a block for right factors; sum r_l for left ones, since every output sums over all levels."""
+        """The side of a block for right factors; sum r_l for left ones, since every output sums over all
+        levels.
+        """
         left = {f"left.{level}": sum(self.ranks) for level in range(len(self.ranks))}
         return {**self.feature_fan_ins, **left}
 

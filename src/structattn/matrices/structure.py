@@ -1,4 +1,6 @@
-"""A structure without its size, as a value with a one-line text form: ``btt:2``, ``monarch``, ``mlbtc:1x1x8|4x4x16s``."""
+"""A structure without its size, as a value with a one-line text form: ``btt:2``, ``monarch``,
+``mlbtc:1x1x8|4x4x16s``.
+"""
 
 from __future__ import annotations
 
@@ -130,8 +132,8 @@ class Structure:
         """A matrix of this structure with fresh parameters.
 
         Args:
-            num_rows, num_cols, batch_shape, right_batch_shape, rms_cap: see ``FactoredMatrix``. A dense matrix has no factors,
-                so it has neither of the last two: nothing is shared or capped.
+            num_rows, num_cols, batch_shape, right_batch_shape, rms_cap: see ``FactoredMatrix``. A dense
+                matrix has no factors, so it has neither of the last two: nothing is shared or capped.
 
         Raises:
             ConfigError: the structure does not exist at this size.

@@ -1,8 +1,8 @@
 """Block terms: P_L (⊕ L) P_R (⊕ Rᵀ), of which low rank, MLR, BTT, Monarch and MLBTC are sums.
 
-``BlockTerm`` is the shape of one term, ``BlockTermSum`` a structured matrix that is a sum of them. A permutation is a name
-or indices: ``"identity"``; ``"stride"``, which exchanges the block index with the index inside a block; or a tuple ``p`` with
-(P z)[i] = z[p[i]].
+``BlockTerm`` is the shape of one term, ``BlockTermSum`` a structured matrix that is a sum of them. A
+permutation is a name or indices: ``"identity"``; ``"stride"``, which exchanges the block index with the index
+inside a block; or a tuple ``p`` with (P z)[i] = z[p[i]].
 """
 
 from __future__ import annotations
@@ -28,18 +28,20 @@ Permutation = Literal["identity", "stride"] | tuple[int, ...]
 class BlockTerm:
     """The shape of one term P_L (⊕_{k'=1..b} L_{k'}) P_R (⊕_{k=1..c} R_kᵀ) of a num_rows x num_cols matrix.
 
-    L_{k'} is num_rows/b x F/b and R_k is num_cols/c x F/c, with F the inner dimension. Low rank: b = c = 1, F = r. A level
-    of MLR: b = c = p, F = p r. BTT: F = b c s and both permutations ``"stride"``.
+    L_{k'} is num_rows/b x F/b and R_k is num_cols/c x F/c, with F the inner dimension. Low rank: b = c = 1, F
+    = r. A level of MLR: b = c = p, F = p r. BTT: F = b c s and both permutations ``"stride"``.
 
     Args:
         left_blocks: b, divides num_rows and F.
         right_blocks: c, divides num_cols and F.
         inner_dim: F.
         left_permutation: P_L, of num_rows. ``"stride"``: row (i_a, i_b) is (i_b, i_a) of the blocks.
-        right_permutation: P_R, of F. ``"stride"``: feature (k', k, i_s) is (k, k', i_s) of the right blocks, so b c divides F.
+        right_permutation: P_R, of F. ``"stride"``: feature (k', k, i_s) is (k, k', i_s) of the right blocks,
+            so b c divides F.
 
     Raises:
-        ConfigError: a number is not a positive int, the blocks do not divide F, or the indices are not a permutation.
+        ConfigError: a number is not a positive int, the blocks do not divide F, or the indices are not a
+            permutation.
 
     Source: Kuang et al. 2025, section 3 (multi-level block tensor contraction).
     """
@@ -88,13 +90,16 @@ class BlockTerm:
             raise ConfigError(f"right_permutation must have {inner} indices, got {len(self.right_permutation)}")
 
     def check_sizes(self, num_rows: int, num_cols: int, owner: str = "BlockTerm") -> None:
-        """Raises ``ConfigError``, in the name of ``owner``, unless the blocks divide the sizes of the matrix."""
+        """Raises ``ConfigError``, in the name of ``owner``, unless the blocks divide the sizes of the
+        matrix.
+        """
         check_size(f"{owner}: num_rows", num_rows)
         check_size(f"{owner}: num_cols", num_cols)
         for name, blocks, size in (("rows", self.left_blocks, num_rows), ("columns", self.right_blocks, num_cols)):
             if size % blocks:
                 raise ConfigError(
-                    f"{owner}: {blocks} blocks must divide the number of {name}, got {num_rows} x {num_cols}; the nearest sizes that "
+                    f"{owner}: {blocks} blocks must divide the number of {name}, got {num_rows} x {num_cols}; the "
+                    "nearest sizes that "
                     f"work are {_near_multiples(size, blocks)}"
                 )
         if not isinstance(self.left_permutation, str) and len(self.left_permutation) != num_rows:
@@ -135,7 +140,9 @@ def _take(x: Tensor, index: Tensor) -> Tensor:
 
 
 class _Term:
-    """Applies a block term to feature-major vectors. Indices of free permutations are kept on the CPU and follow the vectors."""
+    """Applies a block term to feature-major vectors. Indices of free permutations are kept on the CPU and
+    follow the vectors.
+    """
 
     def __init__(self, shape: BlockTerm, num_rows: int, num_cols: int) -> None:
         shape.check_sizes(num_rows, num_cols)
@@ -147,7 +154,9 @@ class _Term:
             self.inner_back = None if self.inner is None else torch.argsort(self.inner)
 
     def read(self, right: Tensor, y: Tensor) -> Tensor:
-        """P_R (⊕ Rᵀ) y in the groups of the left blocks: right (P, c, d, n), y (1 or P, N, R) to (P, b, F / b, R)."""
+        """P_R (⊕ Rᵀ) y in the groups of the left blocks: right (P, c, d, n), y (1 or P, N, R) to (P, b, F /
+        b, R).
+        """
         b = self.shape.left_blocks
         blocks = y.unflatten(1, (self.shape.right_blocks, -1))
         if self.shape.right_permutation == "stride":
@@ -204,7 +213,8 @@ class _Term:
 
 
 class BlockTermSum(FactoredMatrix):
-    """M = Σ_l P_L (⊕ L_l) P_R (⊕ R_lᵀ), a sum of block terms. A structure supplies the terms and their ``factors``.
+    """M = Σ_l P_L (⊕ L_l) P_R (⊕ R_lᵀ), a sum of block terms. A structure supplies the terms and their
+    ``factors``.
 
     Args:
         num_rows, num_cols, batch_shape, right_batch_shape, rms_cap: see ``FactoredMatrix``.
@@ -239,7 +249,9 @@ class BlockTermSum(FactoredMatrix):
         return tuple(term.shape for term in self._work)
 
     def _empty_factors(self) -> tuple[nn.ParameterList, nn.ParameterList]:
-        """Parameters of the right shapes: left (*batch_shape, b, num_rows / b, F / b), right (..., c, num_cols / c, F / c)."""
+        """Parameters of the right shapes: left (*batch_shape, b, num_rows / b, F / b), right (..., c,
+        num_cols / c, F / c).
+        """
         left, right = nn.ParameterList(), nn.ParameterList()
         for term in self.terms:
             b, c, inner = term.left_blocks, term.right_blocks, term.inner_dim
@@ -249,7 +261,9 @@ class BlockTermSum(FactoredMatrix):
 
     @abstractmethod
     def factors(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        """The left and right parameter of every term, in the shapes of ``BlockTerm`` after the batch dimensions."""
+        """The left and right parameter of every term, in the shapes of ``BlockTerm`` after the batch
+        dimensions.
+        """
 
     @property
     def factor_groups(self) -> list[list[nn.Parameter]]:
@@ -320,9 +334,9 @@ class BlockTermSum(FactoredMatrix):
     def rank_bound(self) -> int:
         """min(num_rows, num_cols, Σ F_l), which random factors reach.
 
-        The rank of a product of random sparse factors is the largest number of disjoint paths from rows through features to
-        columns. All blocks of a term are alike, so a flow that loads every feature of a term equally loads all rows and all
-        columns equally too, and only the three totals limit it.
+        The rank of a product of random sparse factors is the largest number of disjoint paths from rows
+        through features to columns. All blocks of a term are alike, so a flow that loads every feature of a
+        term equally loads all rows and all columns equally too, and only the three totals limit it.
         """
         return min(self.num_rows, self.num_cols, self.inner_dim)
 

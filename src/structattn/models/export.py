@@ -1,4 +1,6 @@
-"""A language model as two programs of ``torch.export``, one for prompts and one for the next token, whose state is a compressed cache."""
+"""A language model as two programs of ``torch.export``, one for prompts and one for the next token, whose
+state is a compressed cache.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,15 @@ Run = Callable[[Tensor, list[BoundedCache], Tensor], Tensor]
 class DecoderPrograms:
     """What ``export_decoder`` returns: two programs that hold the weights, and operators of PyTorch only.
 
-    The tensors of the cache are, layer by layer, those of the levels of the keys and then of the values, (B, heads, rank, slots), with
-    ``slots`` positions of the longest block (or window) of the level and at most ``max_length``.
+    The tensors of the cache are, layer by layer, those of the levels of the keys and then of the values, (B,
+    heads, rank, slots), with ``slots`` positions of the longest block (or window) of the level and at most
+    ``max_length``.
 
     Attributes:
-        prefill: tokens (B, T) int64, padded on the right, and lengths (B,) int64, each from 1 to T, to logits (B, V) of the token after
-            each row, and the tensors of the cache.
-        decode: tokens (B, 1) int64, positions (B,) int64, the number of tokens that each row had before, and the tensors of the
-            cache, to logits (B, V) and new tensors of the cache.
+        prefill: tokens (B, T) int64, padded on the right, and lengths (B,) int64, each from 1 to T, to logits
+            (B, V) of the token after each row, and the tensors of the cache.
+        decode: tokens (B, 1) int64, positions (B,) int64, the number of tokens that each row had before, and
+            the tensors of the cache, to logits (B, V) and new tensors of the cache.
         max_length: most tokens of a row, new ones included.
         batch_size: B; ``None`` where it is dynamic.
         vocab_size: V.
@@ -77,12 +80,14 @@ class DecoderPrograms:
         check_size("max_new_tokens", max_new_tokens, MAX_LENGTH)
         if self.batch_size not in (None, len(batch.rows)):
             raise ShapeError(
-                f"the programs were exported for {self.batch_size} rows, and there are {len(batch.rows)} prompts: give export_decoder "
+                f"the programs were exported for {self.batch_size} rows, and there are {len(batch.rows)} prompts: give "
+                "export_decoder "
                 "another batch_size, or None for any"
             )
         if batch.longest + max_new_tokens - 1 > self.max_length:
             raise ShapeError(
-                f"{batch.longest} tokens in the longest prompt and {max_new_tokens} new ones do not fit the cache of {self.max_length} "
+                f"{batch.longest} tokens in the longest prompt and {max_new_tokens} new ones do not fit the cache of "
+                f"{self.max_length} "
                 "tokens (the last one is not kept): give a shorter prompt, or export_decoder a larger max_length"
             )
         prefill, decode = prefill or self.prefill.module(), decode or self.decode.module()
@@ -137,7 +142,8 @@ def bounded_levels(attention: Attention, max_length: int) -> BoundedLevels:
         raise ConfigError("only causal attention can be decoded with a cache: this module has is_causal=False")
     if isinstance(attention.layout, TextLayout):
         raise ConfigError(
-            "levels that are lines or words (mlr-text) depend on the text, which an exported program cannot read: choose a model with "
+            "levels that are lines or words (mlr-text) depend on the text, which an exported program cannot read: "
+            "choose a model with "
             "blocks, such as mlr, or export the whole model without a cache"
         )
     scoring = attention.scoring
@@ -154,7 +160,8 @@ def bounded_levels(attention: Attention, max_length: int) -> BoundedLevels:
 def export_decoder(model: LanguageModel, *, max_length: int, batch_size: int | None = None) -> DecoderPrograms:
     """Exports a language model with its compressed cache as state: tensors in, tensors out.
 
-    Rows may have different lengths. A row may be replaced by another one between two steps, since each has a position of its own.
+    Rows may have different lengths. A row may be replaced by another one between two steps, since each has a
+    position of its own.
 
     Args:
         model: its weights, dtype and device are those of the programs.
@@ -162,17 +169,17 @@ def export_decoder(model: LanguageModel, *, max_length: int, batch_size: int | N
         batch_size: rows. Default ``None``: any number, dynamic as the length of the prompt is.
 
     Returns:
-        The programs, for ``torch.export.save``, AOTInductor (``torch._inductor.aoti_compile_and_package``) and
-        ``torch.onnx.export``.
+        The programs, for ``torch.export.save``, AOTInductor (``torch._inductor.aoti_compile_and_package``)
+        and ``torch.onnx.export``.
 
     Raises:
-        ConfigError: it is no ``LanguageModel``, or one that is divided among processes; a number is out of its range, or levels depend on the
-            text (``mlr-text``).
+        ConfigError: it is no ``LanguageModel``, or one that is divided among processes; a number is out of
+            its range, or levels depend on the text (``mlr-text``).
         ShapeError: ``max_length`` passes the learned positions.
 
-    Cost: the cache has the numbers of ``LevelLayout.key_cache_size`` and ``value_cache_size``; a step reads them and writes them
-        anew. A prompt of T tokens takes memory for T x T scores per head, in layers with levels or a window. Bilinear scores keep the keys of
-        all heads.
+    Cost: the cache has the numbers of ``LevelLayout.key_cache_size`` and ``value_cache_size``; a step reads
+        them and writes them anew. A prompt of T tokens takes memory for T x T scores per head, in layers with
+        levels or a window. Bilinear scores keep the keys of all heads.
 
     Source: ours; the cache is that of Kuang et al. 2025, section 5.
     """
@@ -182,7 +189,8 @@ def export_decoder(model: LanguageModel, *, max_length: int, batch_size: int | N
         raise ConfigError("the weights of this model are divided among processes: export one that has them whole")
     if model.trunk.position is not None and max_length > model.context_length:
         raise ShapeError(
-            f"max_length is {max_length}, more than the {model.context_length} positions learned: give at most that, or train a model with "
+            f"max_length is {max_length}, more than the {model.context_length} positions learned: give at most that, "
+            "or train a model with "
             "rotary positions"
         )
     trunk = model.trunk

@@ -1,4 +1,6 @@
-"""A univariate forecaster: patches of the look-back as tokens, a non-causal encoder, a linear head, and optional covariates."""
+"""A univariate forecaster: patches of the look-back as tokens, a non-causal encoder, a linear head, and
+optional covariates.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ _EPS = 1e-5  # added to the variance of a window
 class Forecaster(nn.Module):
     """Reversible instance norm, patches, transformer encoder, linear head from all tokens to the horizon.
 
-    Each window is centred on its last value and divided by its standard deviation; the forecast is transformed back. With covariates
-    a token is the sum of what is read from its patch of each of them:
+    Each window is centred on its last value and divided by its standard deviation; the forecast is
+    transformed back. With covariates a token is the sum of what is read from its patch of each of them:
 
         token_t = W_y y[patch_t] + W_c c[patch_t] + W_s s          c: historic and future covariates in the look-back, s: static
         forecast_j = head(tokens)_j + W_o gelu(W_f f_j + W_m mean_t token_t)                   f_j: future covariates of step j
@@ -35,14 +37,16 @@ class Forecaster(nn.Module):
         patch_length: steps per token.
         stride: steps between the starts of tokens.
         embed_dim, num_layers, num_heads, mlp_ratio, dropout, rotary: of the trunk.
-        num_outputs: numbers forecast for each step, such as quantiles. Default ``None``: one, without an axis for it.
+        num_outputs: numbers forecast for each step, such as quantiles. Default ``None``: one, without an axis
+            for it.
         num_historic: covariates known only in the look-back. Default 0.
         num_future: covariates known in the look-back and the horizon. Default 0.
         num_static: covariates of the whole series. Default 0.
-        head_tokens: the number of last tokens that the head reads, which have seen the others. Default ``None``: all of them, whose
-            head has horizon * num_outputs * tokens * E weights.
+        head_tokens: the number of last tokens that the head reads, which have seen the others. Default
+            ``None``: all of them, whose head has horizon * num_outputs * tokens * E weights.
         instance_norm: default ``True``. Covariates are not normalised.
-        marks_missing: a term of each token says which of its steps were not observed; it starts at zero. Default ``False``.
+        marks_missing: a term of each token says which of its steps were not observed; it starts at zero.
+            Default ``False``.
 
     Raises:
         ConfigError: the patches do not fit in the look-back, or a number is out of its range.
@@ -78,7 +82,8 @@ class Forecaster(nn.Module):
             check_size(name, size)
         if patch_length > look_back:
             raise ConfigError(
-                f"patches must fit in the look-back: got patch_length {patch_length}, stride {stride}, look_back {look_back}"
+                f"patches must fit in the look-back: got patch_length {patch_length}, stride {stride}, look_back "
+                f"{look_back}"
             )
         for name, optional in (("num_outputs", num_outputs), ("head_tokens", head_tokens)):
             if optional is not None:
@@ -139,7 +144,9 @@ class Forecaster(nn.Module):
             self.ahead = _Ahead(num_future, embed_dim, num_outputs or 1)
 
     def parameter_roles(self) -> dict[str, Role]:
-        """The muP roles of the input projections, whose inputs do not grow with the width, and of the head."""
+        """The muP roles of the input projections, whose inputs do not grow with the width, and of the
+        head.
+        """
         inputs = {"embed": self.embed, "missing": self.missing, "covariates": self.covariates, "static": self.static}
         kinds: dict[str, RoleKind] = {name: "embedding" for name, linear in inputs.items() if linear is not None}
         return linear_roles(self, {**kinds, "head": "output"})
@@ -156,18 +163,20 @@ class Forecaster(nn.Module):
         """Forecasts.
 
         Args:
-            window: (B, look_back) scaled values; or (B, C, look_back) of C series, each forecast by itself, without covariates.
+            window: (B, look_back) scaled values; or (B, C, look_back) of C series, each forecast by itself,
+                without covariates.
             historic: (B, look_back, num_historic), if there are any.
             future: (B, look_back + horizon, num_future), if there are any.
             static: (B, num_static), if there are any.
-            observed: (B, look_back) bool: values of other steps are ignored, also by the norm, whose last value is the last
-                one observed, and replaces theirs. Default ``None``: all are observed.
+            observed: (B, look_back) bool: values of other steps are ignored, also by the norm, whose last
+                value is the last one observed, and replaces theirs. Default ``None``: all are observed.
 
         Returns:
             (B, horizon), or (B, horizon, num_outputs) if that was given; with C after B for C series.
 
         Raises:
-            ShapeError: a tensor is missing, has another shape, or belongs to covariates that the model does not have.
+            ShapeError: a tensor is missing, has another shape, or belongs to covariates that the model does
+                not have.
         """
         check_tensor("window", window)
         if window.dim() == 3 and historic is None and future is None and static is None and observed is None:
@@ -205,14 +214,17 @@ class Forecaster(nn.Module):
         return out if self.num_outputs is None else out.unflatten(1, (self.horizon, self.num_outputs))
 
     def _normed(self, window: Tensor, observed: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """The window as the network sees it, and what puts a forecast back: (B, look_back), (B, 1), (B, 1)."""
+        """The window as the network sees it, and what puts a forecast back: (B, look_back), (B, 1), (B,
+        1).
+        """
         if observed is None:
             if not self.instance_norm:
                 return window, window.new_zeros(1, 1), window.new_ones(1, 1)
             last = window[:, -1:]
             spread = torch.sqrt(window.var(dim=1, keepdim=True, unbiased=False) + _EPS)
             return (window - last) / spread, last, spread
-        # The values of steps that were not observed may be anything, NaN too: a product with zero would keep it.
+        # The values of steps that were not observed may be anything, NaN too: a product with zero would keep
+        # it.
         window = torch.where(observed, window, 0.0)
         if not self.instance_norm:
             return window, window.new_zeros(1, 1), window.new_ones(1, 1)
@@ -226,7 +238,9 @@ class Forecaster(nn.Module):
         return torch.where(observed, (window - last) / spread, 0.0), last, spread
 
     def _patches(self, steps: Tensor) -> Tensor:
-        """(B, look_back) to (B, tokens, patch_length), and (B, look_back, C) to (B, tokens, C, patch_length)."""
+        """(B, look_back) to (B, tokens, patch_length), and (B, look_back, C) to (B, tokens, C,
+        patch_length).
+        """
         return steps[:, -self.used_steps :].unfold(1, self.patch_length, self.stride)
 
     def flops_per_example(self) -> int:

@@ -24,8 +24,8 @@ class ICLRegressor(nn.Module):
         dim: d, dimension of the inputs; y is padded to it with zeros.
         num_points: N, most pairs in a prompt; the sequence has 2 N tokens.
         embed_dim, num_layers, num_heads, qk_norm: of the trunk.
-        read_in_std: of the initial input projection. Default ``None``: 1/sqrt(d), so that the tokens of x and the learned positions do not
-            start at the same size; 0.02 is the reference's.
+        read_in_std: of the initial input projection. Default ``None``: 1/sqrt(d), so that the tokens of x and
+            the learned positions do not start at the same size; 0.02 is the reference's.
 
     Source: Garg et al. 2022; Kuang et al. 2025, section 4.
     """
@@ -66,7 +66,9 @@ class ICLRegressor(nn.Module):
         nn.init.zeros_(self.read_out.weight)
 
     def parameter_roles(self) -> dict[str, Role]:
-        """The muP roles of the input projection, whose inputs do not grow with the width, and of the output head."""
+        """The muP roles of the input projection, whose inputs do not grow with the width, and of the output
+        head.
+        """
         return {
             "read_in.weight": Role(kind="embedding", std=self.read_in_std),
             "read_out.weight": Role(kind="output", fan_in=self.read_out.in_features),
@@ -98,15 +100,17 @@ class ICLRegressor(nn.Module):
         return out
 
     def flops(self, num_points: int) -> int:
-        """Forward FLOPs of a prompt of that many pairs, 2 per multiply-add, without the input projection: compute is counted without
-        embeddings (Kuang et al. 2025, section 4)."""
+        """Forward FLOPs of a prompt of that many pairs, 2 per multiply-add, without the input projection:
+        compute is counted without embeddings (Kuang et al. 2025, section 4)."""
         check_size("num_points", num_points)
         if num_points not in self._flops:  # asked for at every step
             self._flops[num_points] = self.trunk.flops(2 * num_points) + 2 * num_points * self.read_out.in_features
         return self._flops[num_points]
 
     def score_rank(self) -> int:
-        """The rank of the bilinear form of one head of the first layer: the low-rank bottleneck is a limit on it."""
+        """The rank of the bilinear form of one head of the first layer: the low-rank bottleneck is a limit on
+        it.
+        """
         return self.trunk.layers[0].scored_attention.scoring.matrix.rank_bound
 
     def flops_per_example(self) -> int:

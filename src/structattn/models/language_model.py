@@ -35,15 +35,19 @@ from structattn.parallel.shard import SequenceShard
 
 
 class LanguageModel(nn.Module):
-    """Token embedding, causal trunk, untied LM head: (B, T) token ids to (B, T, V) logits of the token after each.
+    """Token embedding, causal trunk, untied LM head: (B, T) token ids to (B, T, V) logits of the token after
+    each.
 
     Args:
         vocab_size: V, number of different tokens.
         spec: attention of the layers, as ``Transformer`` takes it.
-        num_layers, embed_dim, num_heads, num_kv_heads, mlp_ratio, dropout: of the trunk (see ``Transformer``).
-        context_length: longest sequence, in tokens, where positions are learned; MLR blocks are halved from it.
+        num_layers, embed_dim, num_heads, num_kv_heads, mlp_ratio, dropout: of the trunk (see
+            ``Transformer``).
+        context_length: longest sequence, in tokens, where positions are learned; MLR blocks are halved from
+            it.
         rotary: rotary positions, which have no length limit. Default ``None``: learned positions.
-        text_units: how the tokens begin and end lines and words, which ``mlr-text`` needs (``TextUnits.of``). Default ``None``.
+        text_units: how the tokens begin and end lines and words, which ``mlr-text`` needs (``TextUnits.of``).
+            Default ``None``.
         device, dtype: of the parameters, as ``nn.Linear``.
 
     Raises:
@@ -51,8 +55,8 @@ class LanguageModel(nn.Module):
 
     Cost: see ``flops_per_example``.
 
-    Source: Kuang et al. 2025, section 5.1; outputs of attention, MLP and model start at zero (Yang et al. 2022): an untrained
-    model gives every token the same probability.
+    Source: Kuang et al. 2025, section 5.1; outputs of attention, MLP and model start at zero (Yang et al.
+    2022): an untrained model gives every token the same probability.
     """
 
     def __init__(
@@ -81,7 +85,8 @@ class LanguageModel(nn.Module):
         )
         if text_units is not None and len(text_units.marks) != vocab_size:
             raise ConfigError(
-                f"text_units are of {len(text_units.marks)} tokens, the vocabulary has {vocab_size}: make them of its tokens"
+                f"text_units are of {len(text_units.marks)} tokens, the vocabulary has {vocab_size}: make them of its "
+                "tokens"
             )
         self.vocab_size = vocab_size
         self.text_units = text_units
@@ -104,7 +109,8 @@ class LanguageModel(nn.Module):
             )
             self._units = () if text_units is None else self.trunk.text_units
             self.read_out = nn.Linear(embed_dim, vocab_size, bias=False)
-            # Outputs start at zero, so that the small embeddings are not dominated by what random blocks add to them.
+            # Outputs start at zero, so that the small embeddings are not dominated by what random blocks add
+            # to them.
             outputs = [linear for block in self.trunk.layers for linear in (block.attention.out_proj, block.mlp.down)]
             for linear in (*outputs, self.read_out):
                 nn.init.zeros_(linear.weight)
@@ -128,7 +134,8 @@ class LanguageModel(nn.Module):
 
         Args:
             tokens: (B, T) int64 token ids; with ``caches`` those that follow the ones in them.
-            caches, left_padding, cu_seqlens, shard: see ``Transformer.forward``; any ids may be used for padding.
+            caches, left_padding, cu_seqlens, shard: see ``Transformer.forward``; any ids may be used for
+                padding.
 
         Returns:
             (B, T, V).
@@ -208,7 +215,9 @@ class LanguageModel(nn.Module):
         return self.trunk.has_cache
 
     def cache_numbers(self) -> int | None:
-        """The numbers that ``new_cache`` holds at the context length, keys and values of all layers of one sequence; ``None`` without a cache."""
+        """The numbers that ``new_cache`` holds at the context length, keys and values of all layers of one
+        sequence; ``None`` without a cache.
+        """
         return self.trunk.cache_numbers(self.context_length)
 
     def flops_per_example(self) -> int:
@@ -230,33 +239,36 @@ class LanguageModel(nn.Module):
     ) -> list[list[int]]:
         """Continues prompts; no gradients, in eval mode (each module's mode is put back).
 
-        What is drawn for a prompt depends on the seed and that prompt, not on the other prompts nor on ``use_cache``; equal
-        prompts of one call are continued differently.
+        What is drawn for a prompt depends on the seed and that prompt, not on the other prompts nor on
+        ``use_cache``; equal prompts of one call are continued differently.
 
         Args:
-            prompts: (B, T) token ids, or B lists or 1-dimensional tensors of them, of any lengths of at least 1.
+            prompts: (B, T) token ids, or B lists or 1-dimensional tensors of them, of any lengths of at least
+                1.
             max_new_tokens: most new tokens per prompt.
             sampling: how tokens are chosen. Default: greedily.
             stop_tokens: a prompt ends with the first of these that it produces. Default: none.
             seed: of ``sampling``, from 0 to 2**63 - 1. Default ``None``: drawn from torch's global generator.
-            use_cache: ``False`` computes the whole sequence anew for each token: much slower, and there to check the cache. So it is also where
-                a layer has no cache (``has_cache``).
-            prefill_chunk: prompts are read in chunks of this many tokens, which bounds the memory of a long prompt. Default
-                ``None``: in one chunk.
-            caches: from ``new_cache``, to keep them: they end with all tokens but the last. If they already hold tokens, the
-                prompts follow those. Default ``None``: new ones, dropped at the end.
+            use_cache: ``False`` computes the whole sequence anew for each token: much slower, and there to
+                check the cache. So it is also where a layer has no cache (``has_cache``).
+            prefill_chunk: prompts are read in chunks of this many tokens, which bounds the memory of a long
+                prompt. Default ``None``: in one chunk.
+            caches: from ``new_cache``, to keep them: they end with all tokens but the last. If they already
+                hold tokens, the prompts follow those. Default ``None``: new ones, dropped at the end.
 
         Returns:
             For each prompt its new tokens, the stop token included.
 
         Raises:
-            ShapeError: no prompt, an empty one, or not a list of them; prompt and new tokens pass the learned positions.
+            ShapeError: no prompt, an empty one, or not a list of them; prompt and new tokens pass the learned
+                positions.
             ConfigError: a token id or an option out of its range, or options that do not go together.
             CacheError: the layers of ``caches`` hold different numbers of tokens.
-            GenerationError: the logits are not finite, so that no token can be chosen; ``caches`` keep what was read.
+            GenerationError: the logits are not finite, so that no token can be chosen; ``caches`` keep what
+                was read.
 
-        Cost: one forward pass over the prompts, then one over B tokens per step, which reads what the caches keep. Prompts that
-            have ended take part until all have.
+        Cost: one forward pass over the prompts, then one over B tokens per step, which reads what the caches
+            keep. Prompts that have ended take part until all have.
         """
         steps = self.stream(
             prompts,
@@ -283,10 +295,12 @@ class LanguageModel(nn.Module):
         prefill_chunk: int | None = None,
         caches: LayerCaches | None = None,
     ) -> Iterator[list[int | None]]:
-        """As ``generate``, one step at a time; arguments are checked at once, computing starts with the first ``next``.
+        """As ``generate``, one step at a time; arguments are checked at once, computing starts with the first
+        ``next``.
 
         Returns:
-            An iterator over steps, each a list with the new token of every prompt, ``None`` where it has ended before.
+            An iterator over steps, each a list with the new token of every prompt, ``None`` where it has
+            ended before.
         """
         batch = Prompts.read(prompts, self.vocab_size)
         check_size("max_new_tokens", max_new_tokens, MAX_LENGTH)
@@ -308,8 +322,10 @@ class LanguageModel(nn.Module):
         if self.trunk.position is not None and needed > self.context_length:
             before = f"{seen} tokens in the caches, " if seen else ""
             raise ShapeError(
-                f"{before}{batch.longest} tokens in the longest prompt and {max_new_tokens} new ones make {needed}, more than the "
-                f"{self.context_length} positions learned: give a shorter prompt or ask for fewer tokens; a model with rotary "
+                f"{before}{batch.longest} tokens in the longest prompt and {max_new_tokens} new ones make {needed}, "
+                "more than the "
+                f"{self.context_length} positions learned: give a shorter prompt or ask for fewer tokens; a model with "
+                "rotary "
                 "positions has no such limit"
             )
         if use_cache and caches is None:
@@ -363,8 +379,8 @@ _MOST_RESERVED = 2**17  # tokens
 
 
 def reserved_length(length: int) -> int | None:
-    """The tokens for which memory is taken at once, of a sequence that may grow to ``length``; ``None``: by pages, since a limit that
-    is far away is seldom reached."""
+    """The tokens for which memory is taken at once, of a sequence that may grow to ``length``; ``None``: by
+    pages, since a limit that is far away is seldom reached."""
     return length if length <= _MOST_RESERVED else None
 
 
@@ -373,11 +389,13 @@ def _continued(caches: LayerCaches, batch: Prompts) -> int:
     if caches.length == 0:
         if caches.left_padding != batch.left_padding:
             raise ConfigError(
-                f"the prompts need left padding {batch.left_padding}, the caches have {caches.left_padding}: give it to new_cache()"
+                f"the prompts need left padding {batch.left_padding}, the caches have {caches.left_padding}: give it "
+                "to new_cache()"
             )
     elif batch.left_padding is not None or len(batch.rows) != caches.batch_size:
         raise ConfigError(
-            f"the caches hold {caches.length} tokens of {caches.batch_size} rows: as many prompts of one length can follow them, "
+            f"the caches hold {caches.length} tokens of {caches.batch_size} rows: as many prompts of one length can "
+            "follow them, "
             f"got lengths {[len(row) for row in batch.rows]}"
         )
     return caches.length

@@ -1,4 +1,6 @@
-"""How the next token is chosen from logits: greedily or at random, each row from its own stream of random numbers."""
+"""How the next token is chosen from logits: greedily or at random, each row from its own stream of random
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,10 @@ class Sampling:
 
     Args:
         temperature: 0 is greedy, the largest logit. Default 1.
-        top_k: only the k most likely tokens; of equal ones those with the lower numbers. More than there are: all. Default
-            ``None``: all.
-        top_p: only the fewest most likely tokens whose probabilities (after ``top_k``) sum to at least that. Default ``None``:
-            all.
+        top_k: only the k most likely tokens; of equal ones those with the lower numbers. More than there are:
+            all. Default ``None``: all.
+        top_p: only the fewest most likely tokens whose probabilities (after ``top_k``) sum to at least that.
+            Default ``None``: all.
 
     Raises:
         ConfigError: a number out of its range, or a cut with temperature 0, where it has no effect.
@@ -72,7 +74,8 @@ class Sampling:
         check_tensor("logits", logits)
         if logits.dim() < 1 or not logits.shape[-1] or logits.is_complex() or logits.is_meta:
             raise ShapeError(
-                f"logits must be real numbers, not on the meta device, of shape (..., V), got {logits.dtype} of shape {tuple(logits.shape)}"
+                f"logits must be real numbers, not on the meta device, of shape (..., V), got {logits.dtype} of shape "
+                f"{tuple(logits.shape)}"
             )
         logits = logits.double()
         if not bool(logits.amax(-1).isfinite().all()):
@@ -81,7 +84,8 @@ class Sampling:
             )
         if self.is_greedy:
             return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-        # The largest becomes 0 before the division, which a tiny temperature would otherwise take to infinity.
+        # The largest becomes 0 before the division, which a tiny temperature would otherwise take to
+        # infinity.
         p = ((logits - logits.amax(-1, keepdim=True)) / float(self.temperature)).softmax(-1)
         if self.top_k is None and self.top_p is None:
             return p
@@ -99,11 +103,12 @@ GREEDY = Sampling.greedy()
 
 
 class RowSampler:
-    """Draws one token per row and step, by inversion: the first token at which the summed probabilities pass a uniform number.
+    """Draws one token per row and step, by inversion: the first token at which the summed probabilities pass
+    a uniform number.
 
-    A row's uniform numbers depend on the seed, the row's prompt and the step, not on the other rows nor on how logits were
-    computed; the k-th of several equal prompts has its own stream. Rounding differences in logits change a token only
-    where a uniform number falls within them.
+    A row's uniform numbers depend on the seed, the row's prompt and the step, not on the other rows nor on
+    how logits were computed; the k-th of several equal prompts has its own stream. Rounding differences in
+    logits change a token only where a uniform number falls within them.
 
     Args:
         sampling: what is drawn with.
@@ -138,13 +143,16 @@ class RowSampler:
             return tokens
         sums = self.sampling.probabilities(logits.masked_fill(~finite[:, None], 0.0)).cumsum(-1)
         uniform = torch.stack([torch.rand(1, generator=stream, dtype=torch.float64) for stream in self._streams])
-        # Tokens of probability 0 add nothing to the sums, so none is the first that passes; the product stays below the last sum.
+        # Tokens of probability 0 add nothing to the sums, so none is the first that passes; the product stays
+        # below the last sum.
         below = sums <= torch.minimum(uniform * sums[:, -1:], sums[:, -1:].nextafter(torch.zeros(1, dtype=sums.dtype)))
         drawn: list[int] = below.sum(-1).tolist()
         return drawn
 
     def _largest(self, logits: Tensor, wanted: Sequence[bool] | None) -> tuple[list[int], Tensor]:
-        """The token with the largest logit of each row, and whether that is a finite number (of NaN and infinity it is neither)."""
+        """The token with the largest logit of each row, and whether that is a finite number (of NaN and
+        infinity it is neither).
+        """
         choice = logits.argmax(-1, keepdim=True)
         finite = logits.gather(-1, choice).isfinite()
         tokens, fine = torch.cat([choice, finite.long()], dim=-1).T.tolist()  # the device is waited for once
@@ -152,7 +160,8 @@ class RowSampler:
             if not is_fine and (wanted is None or wanted[row]):
                 value = float(logits[row].amax())
                 raise GenerationError(
-                    f"step {self._step}: the largest logit of prompt {row} is {value}, so that no token can be chosen: the weights or "
+                    f"step {self._step}: the largest logit of prompt {row} is {value}, so that no token can be chosen: "
+                    "the weights or "
                     "the numbers computed with them are not finite"
                 )
         return tokens, finite[:, 0]

@@ -33,24 +33,26 @@ class Transformer(nn.Module):
     """Positions, learned or rotary, and pre-norm blocks: (B, T, E) to (B, T, E).
 
     Args:
-        spec: attention of every block (see ``structattn.spec``), a list that is repeated over the blocks, such as
-            ``"[standard,window:128]"`` (see ``structattn.spec.layers``), or one text per block.
+        spec: attention of every block (see ``structattn.spec``), a list that is repeated over the blocks,
+            such as ``"[standard,window:128]"`` (see ``structattn.spec.layers``), or one text per block.
         num_layers: blocks.
         embed_dim: E.
         num_heads: heads where the spec does not say otherwise.
         num_kv_heads: key and value heads; divides them. Default ``None``: as many.
-        context_length: longest sequence, in tokens, where positions are learned; MLR blocks are halved from it.
+        context_length: longest sequence, in tokens, where positions are learned; MLR blocks are halved from
+            it.
         is_causal: default ``True``.
-        rotary: rotates queries and keys by their positions; then no positions are learned, and sequences have no length limit. Default
-            ``None``: positions are learned.
+        rotary: rotates queries and keys by their positions; then no positions are learned, and sequences have
+            no length limit. Default ``None``: positions are learned.
         qk_norm: see ``Attention``.
         mlp_ratio, dropout, bias: see ``TransformerBlock``.
-        reads_text: whether ``forward`` will be given the segments of texts, which ``mlr-text`` needs. Default ``False``.
+        reads_text: whether ``forward`` will be given the segments of texts, which ``mlr-text`` needs. Default
+            ``False``.
 
     Attributes:
-        activation_checkpointing: where gradients are wanted, keep only the input of every block and compute the block again in the
-            backward pass: less memory, one more forward pass. Dropout draws the same masks again, so that gradients are the same.
-            Default ``False``.
+        activation_checkpointing: where gradients are wanted, keep only the input of every block and compute
+            the block again in the backward pass: less memory, one more forward pass. Dropout draws the same
+            masks again, so that gradients are the same. Default ``False``.
 
     Raises:
         ConfigError: a list of specs of the wrong length, or a spec that does not fit.
@@ -125,7 +127,8 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         if self.text_units and not reads_text:
             raise ConfigError(
-                "mlr-text has text units as levels, and this model does not know which tokens end lines: give LanguageModel "
+                "mlr-text has text units as levels, and this model does not know which tokens end lines: give "
+                "LanguageModel "
                 "text_units, or choose another spec, such as mlr"
             )
         self.norm = nn.LayerNorm(embed_dim, bias=bias)
@@ -148,25 +151,30 @@ class Transformer(nn.Module):
 
         Args:
             x: (B, T, E) embeddings; with ``caches`` of the tokens that follow those in them.
-            caches: from ``new_cache``; the tokens are added to them, to all layers or (with any error) to none. Default ``None``:
-                x is the whole sequence.
-            left_padding: (B,) ints, leading tokens of each row that are padding: they are not attended to, and positions
-                are counted from the first real token. Outputs for padding are meaningless. With ``caches``, their left padding is used.
-            cu_seqlens: (N + 1,) ints, the offsets of N sequences that are concatenated in the one row of x: they do not attend to
-                each other, and positions are counted in each. Default ``None``: every row is a sequence.
-            segments: of the texts, of each of ``text_units``; with ``caches`` those that the tokens see. Needed only with ``mlr-text``.
-            shard: processes divide the sequence, and x are the tokens of this one (``sa.parallel.SequenceShard``); ``left_padding`` and
-                ``cu_seqlens`` are those of the whole, the same in every process. All processes call it together, and go back through it
-                together. Default ``None``: x has all tokens.
+            caches: from ``new_cache``; the tokens are added to them, to all layers or (with any error) to
+                none. Default ``None``: x is the whole sequence.
+            left_padding: (B,) ints, leading tokens of each row that are padding: they are not attended to,
+                and positions are counted from the first real token. Outputs for padding are meaningless. With
+                ``caches``, their left padding is used.
+            cu_seqlens: (N + 1,) ints, the offsets of N sequences that are concatenated in the one row of x:
+                they do not attend to each other, and positions are counted in each. Default ``None``: every
+                row is a sequence.
+            segments: of the texts, of each of ``text_units``; with ``caches`` those that the tokens see.
+                Needed only with ``mlr-text``.
+            shard: processes divide the sequence, and x are the tokens of this one
+                (``sa.parallel.SequenceShard``); ``left_padding`` and ``cu_seqlens`` are those of the whole,
+                the same in every process. All processes call it together, and go back through it together.
+                Default ``None``: x has all tokens.
 
         Returns:
             (B, T, E).
 
         Raises:
             ShapeError: a token lies beyond the learned positions.
-            ConfigError: caches of another model or number of layers, or ``left_padding`` or ``cu_seqlens`` together with ``caches``.
-            ConfigError, ShapeError: with ``shard``, in every process and before anything is computed: a layer that cannot take it, caches,
-                x of another length, or processes that differ.
+            ConfigError: caches of another model or number of layers, or ``left_padding`` or ``cu_seqlens``
+                together with ``caches``.
+            ConfigError, ShapeError: with ``shard``, in every process and before anything is computed: a layer
+                that cannot take it, caches, x of another length, or processes that differ.
             CacheError: the layers hold different numbers of tokens.
         """
         guard = guarded(caches)
@@ -219,7 +227,9 @@ class Transformer(nn.Module):
         left_padding: Tensor | None,
         cu_seqlens: Tensor | None,
     ) -> None:
-        """Raises in every process where the call of one is wrong, or is another call: what one process raises alone, the others wait for."""
+        """Raises in every process where the call of one is wrong, or is another call: what one process raises
+        alone, the others wait for.
+        """
         check_type("shard", shard, SequenceShard, "a sa.parallel.SequenceShard of the mesh and the tokens in all")
         error: StructAttnError | None = None
         call: dict[str, object] = {}
@@ -242,10 +252,13 @@ class Transformer(nn.Module):
         shard.agree(x.shape[1] if error is None else 0, call, error, self.norm.weight.device)
 
     def _check_learned(self, count: int) -> None:
-        """Raises ``ShapeError`` where a sequence of that many tokens has more than there are learned positions."""
+        """Raises ``ShapeError`` where a sequence of that many tokens has more than there are learned
+        positions.
+        """
         if count > self.context_length:
             raise ShapeError(
-                f"the sequence has {count} tokens, more than the {self.context_length} positions learned; train a model "
+                f"the sequence has {count} tokens, more than the {self.context_length} positions learned; train a "
+                "model "
                 "with rotary positions for longer ones"
             )
 
@@ -258,7 +271,9 @@ class Transformer(nn.Module):
         cu_seqlens: Tensor | None,
         shard: SequenceShard | None,
     ) -> Tensor:
-        """The embeddings of the positions of the next tokens, (T, E) or (B, T, E); of padding, those of position 0."""
+        """The embeddings of the positions of the next tokens, (T, E) or (B, T, E); of padding, those of
+        position 0.
+        """
 
         def index(device: torch.device | None) -> Tensor:
             return torch.arange(length, device=device) if shard is None else shard.tokens(device)
@@ -275,7 +290,8 @@ class Transformer(nn.Module):
         else:
             positions = index(torch.device("cpu"))
         end = start + length
-        # With padding the exact end may need a wait for the device, so only where it matters. With a shard it is checked before.
+        # With padding the exact end may need a wait for the device, so only where it matters. With a shard it
+        # is checked before.
         if end > self.context_length and shard is None:
             self._check_learned(int(positions.max()) + 1)
         if positions.dim() == 1 and shard is None:
@@ -298,7 +314,9 @@ class Transformer(nn.Module):
         return LayerCaches([block.attention.new_cache(**options) for block in self.layers])
 
     def check_caches(self, caches: LayerCaches) -> None:
-        """Raises ``ConfigError`` for caches of another model, and ``CacheError`` where layers hold different tokens."""
+        """Raises ``ConfigError`` for caches of another model, and ``CacheError`` where layers hold different
+        tokens.
+        """
         check_type("caches", caches, LayerCaches, "LayerCaches, as new_cache() makes them")
         if len(caches) != len(self.blocks):
             raise ConfigError(
@@ -330,8 +348,8 @@ class Transformer(nn.Module):
         return all(block.attention.has_cache for block in self.layers)
 
     def cache_numbers(self, num_tokens: int) -> int | None:
-        """The numbers that ``new_cache`` holds after that many tokens, keys and values of all layers of one sequence; ``None`` where a layer has no
-        cache, or does not say how large it is."""
+        """The numbers that ``new_cache`` holds after that many tokens, keys and values of all layers of one
+        sequence; ``None`` where a layer has no cache, or does not say how large it is."""
         check_size("num_tokens", num_tokens, MAX_COUNTED)
         if not self.has_cache:
             return None

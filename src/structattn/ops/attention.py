@@ -39,10 +39,11 @@ def explain(
     alibi_slopes: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
 ) -> str:
-    """Which code ``backend="auto"`` runs for a call, and why, in one line: ``"blocked: 8 levels in memory linear in ... (...)"``.
+    """Which code ``backend="auto"`` runs for a call, and why, in one line:
+    ``"blocked: 8 levels in memory linear in ... (...)"``.
 
-    Args: those of ``structured_attention``; only shapes, dtype and device of the tensors are looked at, so that
-        ``torch.empty(..., device="meta")`` is enough.
+    Args: those of ``structured_attention``; only shapes, dtype and device of the tensors are looked at, so
+        that ``torch.empty(..., device="meta")`` is enough.
     """
     terms = ScoreTerms(
         scale=scale, softcap=softcap, sinks=sinks, attn_mask=attn_mask, attn_bias=attn_bias, alibi_slopes=alibi_slopes
@@ -159,64 +160,76 @@ def structured_attention(
 
         out_i = sum_j softmax_j(score(i, j) + bias(i, j)) v_j, with score(i, j) as ``LevelLayout`` defines it.
 
-    With a soft cap c a score s is c tanh(s / c), before biases and masks. With ALiBi slopes m the bias of head h has one term more,
-    -m_h |i - j|, with the positions of query and key in their sequence. With sinks the denominator of a row of head h has one
-    term more, exp(sink_h), which has no value: weights then sum to less than 1.
+    With a soft cap c a score s is c tanh(s / c), before biases and masks. With ALiBi slopes m the bias of
+    head h has one term more, -m_h |i - j|, with the positions of query and key in their sequence. With sinks
+    the denominator of a row of head h has one term more, exp(sink_h), which has no value: weights then sum to
+    less than 1.
 
     Options after ``layout`` are given by name.
 
     Args:
-        q: queries, (B, H, T, D), floating point. When T < S they are the last T of the S positions (decoding); when
-            T > S the first T - S queries are before the first key: they share level 1 with every key, and sliding levels by distance.
+        q: queries, (B, H, T, D), floating point. When T < S they are the last T of the S positions
+            (decoding); when T > S the first T - S queries are before the first key: they share level 1 with
+            every key, and sliding levels by distance.
         k: keys, (B, G, S, D); G divides H, and query head h reads key head h // (H // G).
         v: values, (B, G, S, V).
         layout: ``LevelLayout`` or ``GlobalWindowLayout``; ``None`` is one level: plain attention.
         is_causal: hide keys later than the query. Default ``True``.
-        scale: a number that replaces the layout's scaling: scale * (sum over shared levels of q.k). Default ``None``.
-        window: key j is visible to query i when 0 <= i - j < window (causal) or |i - j| < window (not causal). With a first window
-            of sliding levels the smaller of the two counts.
-        attn_bias: added to the scaled scores, broadcastable to (B, H, T, S), floating point; -inf hides a pair. Scores are
-            float32, or float64 where q is, and so is the bias then.
-        dropout_p: probability of dropping a weight, to 16 bits. A seed from torch's global CPU generator, batch row, head, query
-            and key decide: every backend drops the same, but for PyTorch's kernels (one level on a GPU, ``"auto"``). Default 0.
-        cu_seqlens: (N + 1,) int32 or int64, the boundaries of N packed sequences (B = 1; T = S unless ``cu_seqlens_k`` is given):
-            pairs of different sequences are hidden and blocks start anew in each. A sequence may be empty: its two boundaries are equal.
-        left_padding: (B,) int32 or int64, the number of leading padding positions of each row: their keys and queries are
-            hidden, and blocks are counted from the first real token. Queries before the first key are not padding.
+        scale: a number that replaces the layout's scaling: scale * (sum over shared levels of q.k). Default
+            ``None``.
+        window: key j is visible to query i when 0 <= i - j < window (causal) or |i - j| < window (not
+            causal). With a first window of sliding levels the smaller of the two counts.
+        attn_bias: added to the scaled scores, broadcastable to (B, H, T, S), floating point; -inf hides a
+            pair. Scores are float32, or float64 where q is, and so is the bias then.
+        dropout_p: probability of dropping a weight, to 16 bits. A seed from torch's global CPU generator,
+            batch row, head, query and key decide: every backend drops the same, but for PyTorch's kernels
+            (one level on a GPU, ``"auto"``). Default 0.
+        cu_seqlens: (N + 1,) int32 or int64, the boundaries of N packed sequences (B = 1; T = S unless
+            ``cu_seqlens_k`` is given): pairs of different sequences are hidden and blocks start anew in each.
+            A sequence may be empty: its two boundaries are equal.
+        left_padding: (B,) int32 or int64, the number of leading padding positions of each row: their keys and
+            queries are hidden, and blocks are counted from the first real token. Queries before the first key
+            are not padding.
         backend: ``"auto"`` chooses (see ``explain``); a named backend runs or raises.
-        return_lse: also return the log-sum-exp of each row's scores, with its gradient; sinks are in it. Default ``False``.
-        attn_mask: bool, ``True`` where a query may attend to a key, broadcastable to (B, H, T, S) and never expanded; with every
-            other option a pair must be visible to both. (B, 1, 1, S) is a padding mask, on any side; it moves no block, which
-            ``left_padding`` does. A floating point mask is an ``attn_bias``, as in PyTorch.
+        return_lse: also return the log-sum-exp of each row's scores, with its gradient; sinks are in it.
+            Default ``False``.
+        attn_mask: bool, ``True`` where a query may attend to a key, broadcastable to (B, H, T, S) and never
+            expanded; with every other option a pair must be visible to both. (B, 1, 1, S) is a padding mask,
+            on any side; it moves no block, which ``left_padding`` does. A floating point mask is an
+            ``attn_bias``, as in PyTorch.
         softcap: c > 0, caps the scaled scores softly to (-c, c), as Gemma 2 does. Default ``None``.
-        sinks: (H,), floating point: a learned logit of each query head, as gpt-oss has it; gradients reach it. A global-window
-            layout has it in both softmaxes. Default ``None``.
-        alibi_slopes: (H,) or (B, H), floating point: the slope m of each query head; the bias -m |i - j| never takes T x S numbers.
-            Slopes are constants and get no gradient. A global-window layout has it in both softmaxes. Default ``None``.
-        cu_seqlens_k: (N + 1,) int32 or int64, the boundaries of the keys of packed sequences where they are not those of the queries,
-            which ``cu_seqlens`` are then (cross-attention). Of each sequence the queries are the last positions, as without packing;
-            it may have no queries, or no keys. Default ``None``: those of the queries.
+        sinks: (H,), floating point: a learned logit of each query head, as gpt-oss has it; gradients reach
+            it. A global-window layout has it in both softmaxes. Default ``None``.
+        alibi_slopes: (H,) or (B, H), floating point: the slope m of each query head; the bias -m |i - j|
+            never takes T x S numbers. Slopes are constants and get no gradient. A global-window layout has it
+            in both softmaxes. Default ``None``.
+        cu_seqlens_k: (N + 1,) int32 or int64, the boundaries of the keys of packed sequences where they are
+            not those of the queries, which ``cu_seqlens`` are then (cross-attention). Of each sequence the
+            queries are the last positions, as without packing; it may have no queries, or no keys. Default
+            ``None``: those of the queries.
 
     Returns:
-        out (B, H, T, V) in q's dtype; with ``return_lse`` also lse (B, H, T), base e, float32 for 16-bit inputs. As PyTorch's own
-        kernels, some backends keep the order in memory of q, so that out may not be contiguous. A query
-        that sees no key has output 0 and lse -inf (the sink, where there are sinks). Under autocast q, k and v are cast first, as
-        ``torch.nn.functional.scaled_dot_product_attention`` does: all but float64 have autocast's dtype then.
-        Padding and other packed sequences reach no output or gradient, even as NaN; what causality, a window, a mask or a bias
-        of -inf hides can, as 0 times NaN, as in PyTorch's kernels.
+        out (B, H, T, V) in q's dtype; with ``return_lse`` also lse (B, H, T), base e, float32 for 16-bit
+        inputs. As PyTorch's own kernels, some backends keep the order in memory of q, so that out may not be
+        contiguous. A query that sees no key has output 0 and lse -inf (the sink, where there are sinks).
+        Under autocast q, k and v are cast first, as ``torch.nn.functional.scaled_dot_product_attention``
+        does: all but float64 have autocast's dtype then. Padding and other packed sequences reach no output
+        or gradient, even as NaN; what causality, a window, a mask or a bias of -inf hides can, as 0 times
+        NaN, as in PyTorch's kernels.
 
     Raises:
         ShapeError: shapes, dtypes or devices do not fit; the message has both values.
         ConfigError: an option is out of its range, or two exclude each other.
         BackendUnavailableError: the named backend cannot run here; the message says why.
 
-    Cost: ``layout.score_flops(T)`` + 2 V (visible pairs) FLOPs per head are needed; the ``reference`` backend spends
-    2 T S (D + V) per head and memory for T x S scores. A soft cap costs a tanh per pair, ALiBi a multiply-add per pair, sinks one
-    more pass over the output (or one more key, where all scores are kept); PyTorch's own kernels, which compute one level on a GPU and
-    without C++ code on a CPU, have none of them.
+    Cost: ``layout.score_flops(T)`` + 2 V (visible pairs) FLOPs per head are needed; the ``reference`` backend
+    spends 2 T S (D + V) per head and memory for T x S scores. A soft cap costs a tanh per pair, ALiBi a
+    multiply-add per pair, sinks one more pass over the output (or one more key, where all scores are kept);
+    PyTorch's own kernels, which compute one level on a GPU and without C++ code on a CPU, have none of them.
 
-    Source: Kuang et al. 2025, section 5. Soft cap: Gemma Team 2024 (Gemma 2). Sinks: OpenAI 2025 (gpt-oss), after Xiao et al.
-    2023 (StreamingLLM). ALiBi: Press et al. 2022. Windows, ragged lengths, grouped heads and the variance scaling are ours.
+    Source: Kuang et al. 2025, section 5. Soft cap: Gemma Team 2024 (Gemma 2). Sinks: OpenAI 2025 (gpt-oss),
+    after Xiao et al. 2023 (StreamingLLM). ALiBi: Press et al. 2022. Windows, ragged lengths, grouped heads
+    and the variance scaling are ours.
     """
     check_choice("backend", backend, backends.NAMED)
     if backend != "auto" and (reason := backends.why_not(backend)) is not None:

@@ -1,7 +1,8 @@
 """The backends of ``structured_attention``: one table, and the only place where one of them is chosen.
 
-A backend is a row: whether it can run here, whether it can run a call, and its forward and backward functions. A backend
-that is named runs or raises; ``"auto"`` takes the first row of ``choose`` that suits a call.
+A backend is a row: whether it can run here, whether it can run a call, and its forward and backward
+functions. A backend that is named runs or raises; ``"auto"`` takes the first row of ``choose`` that suits a
+call.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ NAMED = ("auto", "reference", "blocked", "native", "triton")  # what a user may 
 
 # Beyond this number of scores the dense definition is never the fastest on a CPU (docs/short-calls.md).
 DENSE_SCORES = 2**18
-# With a bias or a mask the blocked backend computes one batch row after another: short rows are dense, however many there are, within this.
+# With a bias or a mask the blocked backend computes one batch row after another: short rows are dense,
+# however many there are, within this.
 DENSE_BATCH_SCORES = 2**25
-# From this number of queries and of keys on the C++ code is faster than PyTorch's kernels on a CPU (docs/speed.md).
+# From this number of queries and of keys on the C++ code is faster than PyTorch's kernels on a CPU
+# (docs/speed.md).
 NATIVE_LENGTH = 128
 
 Forward = Callable[[Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor | None]]
@@ -51,7 +54,8 @@ class BackendRow:
         backward: the first gradients; ``None`` where PyTorch differentiates ``forward``.
         why_not_here: the reason why it cannot run on this machine, or ``None``.
         why_not: the reason why it cannot run a call, where it can run here, or ``None``.
-        takes_sinks: whether ``forward`` counts the sinks in; those of other rows are added to the output, by the log-sum-exp.
+        takes_sinks: whether ``forward`` counts the sinks in; those of other rows are added to the output, by
+            the log-sum-exp.
     """
 
     name: str
@@ -127,7 +131,8 @@ def named(backend: str, q: Tensor, k: Tensor, v: Tensor, call: Call) -> BackendR
 def choose(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> tuple[BackendRow, Callable[[], str]]:
     """What ``backend="auto"`` runs, and a function that says why.
 
-    The reason is not made here, since a compiler that puts a length into text fixes the program to this length.
+    The reason is not made here, since a compiler that puts a length into text fixes the program to this
+    length.
     """
     batch, heads, num_queries, _ = q.shape
     per_head = num_queries * k.shape[2]
@@ -162,13 +167,17 @@ def choose(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> tup
 
 
 def _is_dense_fast(q: Tensor, k: Tensor, v: Tensor, call: Call, scores: int) -> bool:
-    """Whether few scores take less time as dense products than as many small ones; true where work is not counted."""
+    """Whether few scores take less time as dense products than as many small ones; true where work is not
+    counted.
+    """
     time = blocked.forward_time(q, k, v, call) if is_eager(q) else None
     return time is None or _dense_work(call, scores, q.shape[3], v.shape[3]).time(costs_here()) < time
 
 
 def _dense_work(call: Call, scores: int, dim: int, value_dim: int) -> Work:
-    """The work of ``reference``, forward: it writes all scores some 11 times, and 3 times more for each level, each time into a new tensor."""
+    """The work of ``reference``, forward: it writes all scores some 11 times, and 3 times more for each
+    level, each time into a new tensor.
+    """
     levels = len(call.layout.ranks)
     value_levels = 0 if call.layout.value_ranks is None else levels
     return Work(
@@ -180,7 +189,9 @@ def _dense_work(call: Call, scores: int, dim: int, value_dim: int) -> Work:
 
 
 def with_gradients(q: Tensor, k: Tensor, v: Tensor, call: Call) -> BackendRow:
-    """The fastest backend that has a log-sum-exp and a backward pass of its own, for those who join several calls."""
+    """The fastest backend that has a log-sum-exp and a backward pass of its own, for those who join several
+    calls.
+    """
     return _fused(q) if has_fused(q, k, v, call) else BLOCKED
 
 
@@ -194,7 +205,9 @@ def _fused(q: Tensor) -> BackendRow:
 
 
 def _is_native(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> bool:
-    """Whether the C++ code is there and computes a call: of one level what PyTorch's own kernels do not, and what takes them longer."""
+    """Whether the C++ code is there and computes a call: of one level what PyTorch's own kernels do not, and
+    what takes them longer.
+    """
     if not q.is_cpu or torch.compiler.is_exporting():  # an exported program may run on another machine
         return False
     is_pytorchs = len(call.layout.ranks) == 1 and sdpa.suits(q, k, v, call, return_lse or call.terms.sinks is not None)

@@ -1,4 +1,6 @@
-"""The options of a call of ``structured_attention``: as a user gives them, and checked, as a backend needs them."""
+"""The options of a call of ``structured_attention``: as a user gives them, and checked, as a backend needs
+them.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,8 @@ class Call:
     """A layout and options, checked. Nothing changes one after it is made.
 
     Attributes:
-        terms: as ``ScoreTerms.of_call`` gives them; sinks for a backend that counts them in, see ``backends.BackendRow``.
+        terms: as ``ScoreTerms.of_call`` gives them; sinks for a backend that counts them in, see
+            ``backends.BackendRow``.
         seed: 0-dimensional int64 on the CPU, of the random numbers of dropout; ``None`` without dropout.
     """
 

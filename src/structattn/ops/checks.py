@@ -1,6 +1,7 @@
 """The checks of the arguments of ``structured_attention``: every mistake is named with both values.
 
-A message is made only once it is needed: a compiler that puts a length into text fixes the program to this length.
+A message is made only once it is needed: a compiler that puts a length into text fixes the program to this
+length.
 """
 
 from __future__ import annotations
@@ -47,12 +48,16 @@ def autocasted(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """The tensors have autocast's dtype already, and scores have float32 at least. The meta device has no autocast."""
+    """The tensors have autocast's dtype already, and scores have float32 at least. The meta device has no
+    autocast.
+    """
     return _NOTHING if no_autocast() or x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 def is_eager(x: Tensor) -> bool:
-    """Whether operations on a tensor run as they are: no compiler, tracer or counter takes part, no subclass of tensors and no device without numbers."""
+    """Whether operations on a tensor run as they are: no compiler, tracer or counter takes part, no subclass
+    of tensors and no device without numbers.
+    """
     if torch.compiler.is_compiling():
         return False
     return type(x) in _PLAIN and not x.is_meta and torch._C._len_torch_dispatch_stack() == 0
@@ -79,9 +84,11 @@ def is_onnx_export() -> bool:
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raises ``ShapeError`` unless q, k and v fit each other; their dtypes may differ where autocast makes them one.
+    """Raises ``ShapeError`` unless q, k and v fit each other; their dtypes may differ where autocast makes
+    them one.
 
-    Any number of rows, heads, queries and keys may be 0, as PyTorch's attention allows it, but no dimension of a vector.
+    Any number of rows, heads, queries and keys may be 0, as PyTorch's attention allows it, but no dimension
+    of a vector.
     """
     device = dtype = None
     for name, x in (("q", q), ("k", k), ("v", v)):  # every call pays for this: no message is made that is not needed
@@ -125,7 +132,8 @@ def _check_ints(name: str, x: Any, q: Tensor, remedy: str = "") -> None:
 
 
 def checked_pairs(q: Tensor, k: Tensor, pairs: Pairs) -> Pairs:
-    """Which pairs are visible, with boundaries and padding that fit q and k; their numbers are checked at run time where they are not known.
+    """Which pairs are visible, with boundaries and padding that fit q and k; their numbers are checked at run
+    time where they are not known.
 
     Raises:
         ShapeError: shapes, dtypes, devices or numbers do not fit.
@@ -143,7 +151,8 @@ def checked_pairs(q: Tensor, k: Tensor, pairs: Pairs) -> Pairs:
         _check_ints("cu_seqlens", of_queries, q)
         if batch != 1 or (of_keys is None and num_queries != num_keys):
             raise ShapeError(
-                f"cu_seqlens needs batch 1 and as many queries as keys, got batch {batch}, {num_queries} and {num_keys}; "
+                f"cu_seqlens needs batch 1 and as many queries as keys, got batch {batch}, {num_queries} and "
+                f"{num_keys}; "
                 "other boundaries of the keys are cu_seqlens_k"
             )
         if of_queries.shape[0] < 2:
@@ -153,7 +162,8 @@ def checked_pairs(q: Tensor, k: Tensor, pairs: Pairs) -> Pairs:
             _check_ints("cu_seqlens_k", of_keys, q)
             if of_keys.shape != of_queries.shape:
                 raise ShapeError(
-                    f"cu_seqlens and cu_seqlens_k must be of as many sequences: got {of_queries.shape[0]} and {of_keys.shape[0]} entries"
+                    f"cu_seqlens and cu_seqlens_k must be of as many sequences: got {of_queries.shape[0]} and "
+                    f"{of_keys.shape[0]} entries"
                 )
             of_keys = checked_lengths(of_keys, "cu_seqlens_k", num_keys, are_offsets=True)
     if left_padding is not None:
@@ -167,22 +177,28 @@ def checked_pairs(q: Tensor, k: Tensor, pairs: Pairs) -> Pairs:
 
 
 def check_boundaries(name: str, x: Any, q: Tensor) -> None:
-    """Raises ``ShapeError`` unless these may be the boundaries of packed sequences, of which q holds some of the tokens."""
+    """Raises ``ShapeError`` unless these may be the boundaries of packed sequences, of which q holds some of
+    the tokens.
+    """
     _check_ints(name, x, q)
     if q.shape[0] != 1 or x.shape[0] < 2:
         raise ShapeError(
-            f"{name} needs batch 1 and at least 2 entries, the boundaries of one sequence, got batch {q.shape[0]} and {x.shape[0]} entries"
+            f"{name} needs batch 1 and at least 2 entries, the boundaries of one sequence, got batch {q.shape[0]} and "
+            f"{x.shape[0]} entries"
         )
 
 
 def checked_lengths(lengths: Tensor, name: str, total: int, *, are_offsets: bool) -> Tensor:
-    """The tensor, its numbers checked: at once, or in a compiled program, or inside of a transform, whenever it runs.
+    """The tensor, its numbers checked: at once, or in a compiled program, or inside of a transform, whenever
+    it runs.
 
     Args:
-        lengths: int32 or int64; boundaries of packed sequences (N + 1,), or numbers of padding positions (B,).
+        lengths: int32 or int64; boundaries of packed sequences (N + 1,), or numbers of padding positions
+            (B,).
         name: of the argument.
         total: T or S.
-        are_offsets: they rise or stay the same from 0 to the total; those of an empty sequence are equal. Padding is from 0 to the total each.
+        are_offsets: they rise or stay the same from 0 to the total; those of an empty sequence are equal.
+            Padding is from 0 to the total each.
 
     Raises:
         ShapeError: numbers that do not fit; on a GPU, which is not waited for, the device reports it later.
@@ -209,7 +225,8 @@ def _check_lengths(lengths: Tensor, name: str, total: int, are_offsets: bool) ->
         if are_offsets:
             if values[0] != 0 or values[-1] != total or any(a > b for a, b in pairwise(values)):
                 raise ShapeError(
-                    f"{name} must rise or stay the same from 0 to the length {total}, one entry per sequence end, got {values[:8]}"
+                    f"{name} must rise or stay the same from 0 to the length {total}, one entry per sequence end, got "
+                    f"{values[:8]}"
                 )
         elif values and (min(values) < 0 or max(values) > total):
             raise ShapeError(f"{name} must lie in [0, {total}], got {min(values)} to {max(values)}")
@@ -244,7 +261,9 @@ def _(
 def check_layout(
     layout: Layout, head_dim: int | None, value_dim: int, num_rows: int, row_name: str = "batch row"
 ) -> None:
-    """Raises ``ShapeError`` unless ranks, value ranks and per-row boundaries fit; ``head_dim`` is ``None`` where it is not known."""
+    """Raises ``ShapeError`` unless ranks, value ranks and per-row boundaries fit; ``head_dim`` is ``None``
+    where it is not known.
+    """
     if head_dim is not None and layout.head_dim != head_dim:
         check_sum("the ranks of the layout", layout.ranks, head_dim, "the head dimension", ShapeError)
     if isinstance(layout, GlobalWindowLayout):
@@ -253,7 +272,8 @@ def check_layout(
         check_sum("the value_ranks of the layout", layout.value_ranks, value_dim, "the value dimension", ShapeError)
     if layout.num_rows is not None and layout.num_rows != num_rows:
         raise ShapeError(
-            f"a layout with boundaries per row needs one entry per {row_name}: expected {num_rows}, got {layout.num_rows}"
+            f"a layout with boundaries per row needs one entry per {row_name}: expected {num_rows}, got "
+            f"{layout.num_rows}"
         )
 
 
@@ -271,7 +291,8 @@ def check_options(layout: Any, terms: ScoreTerms, pairs: Pairs, return_lse: Any)
             layout,
             (LevelLayout, GlobalWindowLayout),
             "a LevelLayout, a GlobalWindowLayout or None",
-            "LevelLayout.halving((32, 16), 1024) makes one from ranks, Attention.from_spec takes text, TextLayout.at gives the layout of a text",
+            "LevelLayout.halving((32, 16), 1024) makes one from ranks, Attention.from_spec takes text, TextLayout.at "
+            "gives the layout of a text",
         )
     check_bool("is_causal", pairs["is_causal"])
     check_bool("return_lse", return_lse)

@@ -1,4 +1,6 @@
-"""Chunked attention: a token sees only tokens of its own chunk, so that each chunk is a sequence of its own."""
+"""Chunked attention: a token sees only tokens of its own chunk, so that each chunk is a sequence of its
+own.
+"""
 
 from __future__ import annotations
 
@@ -28,20 +30,23 @@ def chunked_attention(
 ) -> Tensor:
     """Causal ``structured_attention`` with the chunks of all rows as rows of the batch.
 
-    Chunks are counted from the first real token of a row, or from the start of a packed sequence, and blocks from the start of
-    a chunk: where blocks divide chunks, these are the blocks that they would be without chunks.
+    Chunks are counted from the first real token of a row, or from the start of a packed sequence, and blocks
+    from the start of a chunk: where blocks divide chunks, these are the blocks that they would be without
+    chunks.
 
     Args:
         q, k, v: (B, H, T, D), (B, G, S, D) and (B, G, S, V); the queries are the last T of S positions.
-        layout, left_padding, cu_seqlens, attn_mask, alibi_slopes: as of ``structured_attention``; with ``cu_seqlens``, T = S.
+        layout, left_padding, cu_seqlens, attn_mask, alibi_slopes: as of ``structured_attention``; with
+            ``cu_seqlens``, T = S.
         chunk_size: tokens of a chunk.
         **options: of ``structured_attention``.
 
     Returns:
         (B, H, T, V), zero for queries in the padding.
 
-    Cost: that of a batch of chunks, at most (T / chunk_size + 2) chunk_size^2 pairs per row; queries, keys, values and the mask are
-        copied. Where T < S, only the keys from the first chunk with a query on are read.
+    Cost: that of a batch of chunks, at most (T / chunk_size + 2) chunk_size^2 pairs per row; queries, keys,
+        values and the mask are copied. Where T < S, only the keys from the first chunk with a query on are
+        read.
     """
     (batch, heads, count, _), length = q.shape, k.shape[2]
     steps = torch.arange(length, device=q.device)

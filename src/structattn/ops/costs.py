@@ -1,8 +1,9 @@
 """What small operations cost on a CPU, and the counted work that they are multiplied with.
 
-Levels save arithmetic, and each of them takes operations, which cost microseconds in Python however little they compute. Whether levels are
-computed apart from each other, or some of them together with masks, follows from counted work (``Work``) and from the costs of the machine
-(``Costs``): those of a known machine, until ``measure_costs`` has measured this one.
+Levels save arithmetic, and each of them takes operations, which cost microseconds in Python however little
+they compute. Whether levels are computed apart from each other, or some of them together with masks, follows
+from counted work (``Work``) and from the costs of the machine (``Costs``): those of a known machine, until
+``measure_costs`` has measured this one.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ class Costs:
     matrix: float
 
 
-# Of one core of an AMD EPYC (AVX2) on 2026-11-23, ``fresh`` of an Intel Xeon on 2026-11-25, PyTorch 2.13 with MKL. Every machine that was not
-# measured decides by them, so that numbers do not change from one machine to another.
+# Of one core of an AMD EPYC (AVX2) on 2026-11-23, ``fresh`` of an Intel Xeon on 2026-11-25, PyTorch 2.13 with
+# MKL. Every machine that was not measured decides by them, so that numbers do not change from one machine to
+# another.
 DEFAULT = Costs(product=0.04, score=0.52, fresh=1.2, weight=2.0, operation=10_000.0, matrix=160.0)
 
 
@@ -82,7 +84,8 @@ class Work:
 
 
 def costs_file() -> Path:
-    """The file with the costs of this machine, whether or not it exists: in the user's cache, named by the machine.
+    """The file with the costs of this machine, whether or not it exists: in the user's cache, named by the
+    machine.
 
     Raises:
         CheckpointError: there is no cache folder.
@@ -102,14 +105,16 @@ def costs_here() -> Costs:
 
 
 def measure_costs() -> Path:
-    """Measures what operations cost on this machine, with one thread and with the present number, and stores it for later processes.
+    """Measures what operations cost on this machine, with one thread and with the present number, and stores
+    it for later processes.
 
-    ``backend="auto"`` and ``blocked`` then choose between many small products and few large ones by it. Results of calls whose choice changes
-    differ by rounding. Other numbers of threads keep what was measured for them.
+    ``backend="auto"`` and ``blocked`` then choose between many small products and few large ones by it.
+    Results of calls whose choice changes differ by rounding. Other numbers of threads keep what was measured
+    for them.
 
     Returns:
-        The file, JSON, in the user's cache (``~/.cache/structattn``, or the folder that STRUCTATTN_CACHE names). Remove it to go
-        back to the costs that the package has.
+        The file, JSON, in the user's cache (``~/.cache/structattn``, or the folder that STRUCTATTN_CACHE
+        names). Remove it to go back to the costs that the package has.
 
     Raises:
         CheckpointError: the file cannot be written, or there is no cache folder.

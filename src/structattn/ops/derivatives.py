@@ -1,7 +1,8 @@
-"""The derivatives that fast kernels do not have: second and higher ones, and forward mode. They are those of the definition.
+"""The derivatives that fast kernels do not have: second and higher ones, and forward mode. They are those of
+the definition.
 
-A fast path computes the output and its first gradient. What is asked of it beyond that is computed by ``reference``, with
-T x S numbers per head: right at every order, and paid for by those who ask.
+A fast path computes the output and its first gradient. What is asked of it beyond that is computed by
+``reference``, with T x S numbers per head: right at every order, and paid for by those who ask.
 """
 
 from __future__ import annotations
@@ -34,10 +35,13 @@ def definition(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Ten
 
 
 def refuse_forward_mode() -> None:
-    """Raises ``DerivativeError`` where an operator itself is called in forward mode: PyTorch would drop tangents silently."""
+    """Raises ``DerivativeError`` where an operator itself is called in forward mode: PyTorch would drop
+    tangents silently.
+    """
     if torch.autograd.forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled():
         raise DerivativeError(
-            "a compiled or exported program has no forward mode: call the function that it was made of, or use reverse mode"
+            "a compiled or exported program has no forward mode: call the function that it was made of, or use reverse "
+            "mode"
         )
 
 
@@ -51,27 +55,36 @@ def output(call: Call) -> Function:
 
 
 def gradient(call: Call) -> Function:
-    """As ``output``, of the gradients of output and log-sum-exp, then the same inputs: to the gradients of the inputs."""
+    """As ``output``, of the gradients of output and log-sum-exp, then the same inputs: to the gradients of
+    the inputs.
+    """
     return lambda grad_out, grad_lse, *inputs: vjp(output(call), inputs, (grad_out, grad_lse))
 
 
 def vjp(function: Function, inputs: Tensors, cotangents: Tensors) -> Tensors:
-    """The gradients of a function's inputs, for those of its results: differentiable in both, at every order."""
+    """The gradients of a function's inputs, for those of its results: differentiable in both, at every
+    order.
+    """
     found: Tensors = torch.func.vjp(function, *inputs)[1](cotangents)
     return found
 
 
 def jvp(function: Function, inputs: Tensors, tangents: Tensors) -> Tensors:
-    """The tangents of a function's results: a gradient is linear in what it is given, and this is its transpose."""
+    """The tangents of a function's results: a gradient is linear in what it is given, and this is its
+    transpose.
+    """
     with torch.no_grad():
         zeros = tuple(torch.zeros_like(x) for x in function(*inputs))
     return vjp(lambda *cotangents: vjp(function, inputs, cotangents), zeros, tangents)
 
 
 class _Once(torch.autograd.Function):
-    """Lets the output of a kernel pass, and takes over from its gradient where that will be differentiated."""
+    """Lets the output of a kernel pass, and takes over from its gradient where that will be
+    differentiated.
+    """
 
-    # Without setup_context, for which PyTorch reads the signature at every call; transforms of functions never come here.
+    # Without setup_context, for which PyTorch reads the signature at every call; transforms of functions
+    # never come here.
     @staticmethod
     def forward(ctx: Any, out: Tensor, call: Call, *inputs: Tensor) -> Tensor:
         ctx.call = call

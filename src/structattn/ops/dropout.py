@@ -1,8 +1,10 @@
-"""Dropout of attention weights: a mask that is a function of seed, batch row, query head, query and key, and of nothing else.
+"""Dropout of attention weights: a mask that is a function of seed, batch row, query head, query and key, and
+of nothing else.
 
-So every backend drops the same weights of a call, whatever its tiles, threads or device, and the backward pass makes the mask
-of the forward pass again. The random numbers are those of Philox 4x32-10: a counter (key // 8, query, head, batch row) under
-the seed gives four words of 32 bits, 16 bits for each of eight neighbouring keys.
+So every backend drops the same weights of a call, whatever its tiles, threads or device, and the backward
+pass makes the mask of the forward pass again. The random numbers are those of Philox 4x32-10: a counter (key
+// 8, query, head, batch row) under the seed gives four words of 32 bits, 16 bits for each of eight
+neighbouring keys.
 
 Source: Salmon et al. 2011 (Parallel random numbers: as easy as 1, 2, 3).
 """
@@ -30,12 +32,14 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int | Tensor) -
     Returns:
         Four int64 tensors in [0, 2^32), of the broadcast shape.
 
-    Cost: about 100 integer operations; what depends on one word of the counter is computed once for each value of that word.
+    Cost: about 100 integer operations; what depends on one word of the counter is computed once for each
+        value of that word.
     """
     a, b, c, d = counter
     low, high = seed & _WORD, (seed >> 32) & _WORD
     for _ in range(_ROUNDS):
-        # A product wraps at 64 bits; the bits above a word that stay in b and d are cut with the next exclusive or.
+        # A product wraps at 64 bits; the bits above a word that stay in b and d are cut with the next
+        # exclusive or.
         left, right = a * _MULTIPLIERS[0], c * _MULTIPLIERS[1]
         a, b = ((right >> 32) ^ (b ^ low)) & _WORD, right
         c, d = ((left >> 32) ^ (d ^ high)) & _WORD, left
@@ -85,7 +89,8 @@ class Dropout:
 
         Args:
             queries: (..., rows, 3), some of the queries. Default: all.
-            keys: (..., columns, 1), some of the keys, neighbours in rising order. Default: all, of a call as it is.
+            keys: (..., columns, 1), some of the keys, neighbours in rising order. Default: all, of a call as
+                it is.
 
         Cost: one ``philox`` per row and eight columns, in int64.
         """
@@ -102,7 +107,8 @@ class Dropout:
         else:
             offset = None  # not worth waiting for the device
         first = keys[..., :1, :]  # (..., 1, 1)
-        # A length may be dynamic while PyTorch traces: then two groups at least, since it treats 1 as a special case.
+        # A length may be dynamic while PyTorch traces: then two groups at least, since it treats 1 as a
+        # special case.
         is_traced = offset is not None and torch.compiler.is_compiling()
         spare = 14 if offset is None else offset + (15 if is_traced else 7)
         eights = torch.arange((count + spare) // 8, device=keys.device) + first // 8

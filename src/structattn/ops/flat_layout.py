@@ -74,7 +74,9 @@ def layout_of(*values: Any) -> LevelLayout:
 
 
 def flat_any(layout: Layout | None) -> tuple[Any, ...]:
-    """As ``flat``, of any layout: of none there are no ranks, and a global-window layout has one window and two ranks."""
+    """As ``flat``, of any layout: of none there are no ranks, and a global-window layout has one window and
+    two ranks.
+    """
     if layout is None:
         return (), (), (), [], [], ""
     if isinstance(layout, GlobalWindowLayout):

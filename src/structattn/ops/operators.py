@@ -1,8 +1,9 @@
-"""How a backend runs inside of PyTorch: with its gradient, and as one operator where programs are traced or transformed.
+"""How a backend runs inside of PyTorch: with its gradient, and as one operator where programs are traced or
+transformed.
 
-Eager calls go straight to the functions of the table. ``torch.compile``, ``torch.export``, the transforms of ``torch.func`` and
-counters see the operator ``structattn::attention``, which is opaque to them. There layouts and options travel as plain ints,
-floats and strings, since operators take nothing else.
+Eager calls go straight to the functions of the table. ``torch.compile``, ``torch.export``, the transforms of
+``torch.func`` and counters see the operator ``structattn::attention``, which is opaque to them. There layouts
+and options travel as plain ints, floats and strings, since operators take nothing else.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from structattn.ops.call import Call
 from structattn.ops.checks import is_eager, is_transformed, without_autocast
 from structattn.ops.terms import ScoreTerms
 
-# The options of a ``Call`` in the terms of an operator's schema: the tensors, the one with a gradient first, then the layout, then the others.
+# The options of a ``Call`` in the terms of an operator's schema: the tensors, the one with a gradient first,
+# then the layout, then the others.
 _TENSORS = ("attn_bias", "attn_mask", "alibi_slopes", "cu_seqlens", "cu_seqlens_k", "left_padding", "seed")
 _NUMBERS = {"is_causal": "bool", "scale": "float?", "window": "int?", "dropout_p": "float", "softcap": "float?"}
 _TERMS = {field.name for field in fields(ScoreTerms)}
@@ -186,7 +188,9 @@ def _filled(changes: Sequence[Tensor | None], like: Sequence[Tensor]) -> tuple[T
 
 
 class _Forward(torch.autograd.Function):
-    """The operator ``attention`` for all transforms of ``torch.func`` and forward mode: PyTorch asks an operator for its gradient only."""
+    """The operator ``attention`` for all transforms of ``torch.func`` and forward mode: PyTorch asks an
+    operator for its gradient only.
+    """
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -253,7 +257,9 @@ def _gradient_function(ctx: Any) -> tuple[derivatives.Function, tuple[Tensor, ..
 def _one_by_one(
     function: type[torch.autograd.Function], info: Any, in_dims: tuple[int | None, ...], arguments: Sequence[Any]
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """The rule of ``torch.vmap``: one call per entry, since each may have its own padding, segment boundaries and random numbers."""
+    """The rule of ``torch.vmap``: one call per entry, since each may have its own padding, segment boundaries
+    and random numbers.
+    """
     entries = list(zip(arguments, in_dims, strict=True))
     rows = [
         [x.select(dim, n) if isinstance(x, Tensor) and dim is not None else x for x, dim in entries]
@@ -342,11 +348,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, call: Call, row: BackendRow) -> t
         row: of ``backends.TABLE``, which can run the call.
 
     Returns:
-        out (B, H, T, V) and lse (B, H, T), which some backends do not have. First gradients are the backend's; further
-        derivatives see ``derivatives``.
+        out (B, H, T, V) and lse (B, H, T), which some backends do not have. First gradients are the
+        backend's; further derivatives see ``derivatives``.
 
     Raises:
-        DerivativeError: a transform of ``torch.func`` is being compiled. Without ``fullgraph`` it is run as it is instead.
+        DerivativeError: a transform of ``torch.func`` is being compiled. Without ``fullgraph`` it is run as
+            it is instead.
     """
     if row.backward is None:
         return row.forward(q, k, v, call)

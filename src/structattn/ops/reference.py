@@ -1,7 +1,8 @@
-"""The definition of structured attention: dense, differentiable, any dtype, the oracle of every faster backend.
+"""The definition of structured attention: dense, differentiable, any dtype, the oracle of every faster
+backend.
 
-It allocates T x S scores; it is written to be read against the formula, not to be fast. Arguments are taken as already
-checked by ``ops.attention``.
+It allocates T x S scores; it is written to be read against the formula, not to be fast. Arguments are taken
+as already checked by ``ops.attention``.
 
 Axes: B batch, H query heads, G key/value heads, T queries, S keys, D head dimension, V value dimension.
 """
@@ -26,10 +27,10 @@ class Positions:
     Attributes:
         queries: (1 or B, T) int64; a query before the first key of its sequence has a negative position.
         keys: (1 or B, S) int64.
-        query_rows, key_rows: the batch row, (B, 1), or packed sequence of each, (1, T) and (1, S); it selects the segments of a
-            free partition.
-        same: bool (1 or B, T, S), the pairs that lie in one sequence and are not padding; ``None`` when that is all. A query
-            before the first key is no padding, with or without padding after it.
+        query_rows, key_rows: the batch row, (B, 1), or packed sequence of each, (1, T) and (1, S); it selects
+            the segments of a free partition.
+        same: bool (1 or B, T, S), the pairs that lie in one sequence and are not padding; ``None`` when that
+            is all. A query before the first key is no padding, with or without padding after it.
     """
 
     queries: Tensor
@@ -43,7 +44,9 @@ class Positions:
         return self.queries[:, :, None] - self.keys[:, None, :]
 
     def shared_levels(self, layout: LevelLayout) -> Tensor:
-        """The number of levels that each pair shares, (1 or B, T, S) int64, at least 1: beyond the first window pairs are hidden."""
+        """The number of levels that each pair shares, (1 or B, T, S) int64, at least 1: beyond the first
+        window pairs are hidden.
+        """
         if layout.windows is not None:
             return layout.shared_levels(self.queries[:, :, None], self.keys[:, None, :]).clamp(min=1)
         shape = (self.queries.shape[0], self.queries.shape[1], self.keys.shape[1])
@@ -65,8 +68,8 @@ def positions(
 ) -> Positions:
     """The position of each query and key in its own sequence.
 
-    The queries are the last T of the S positions. Packed sequences, with the boundaries of queries and of keys, each count from
-    their first key; with left padding a row counts from its first real token.
+    The queries are the last T of the S positions. Packed sequences, with the boundaries of queries and of
+    keys, each count from their first key; with left padding a row counts from its first real token.
     """
     keys = torch.arange(num_keys, device=device)[None]
     queries = torch.arange(num_keys - num_queries, num_keys, device=device)[None]
@@ -106,13 +109,15 @@ def visible(position: Positions, is_causal: bool, window: int | None) -> Tensor 
 
 
 def scores(q: Tensor, k: Tensor, layout: LevelLayout, scale: float | None, num_shared: Tensor) -> Tensor:
-    """The scaled scores (B, H, T, S), level by level as in ``LevelLayout``; q and k have equal numbers of heads.
+    """The scaled scores (B, H, T, S), level by level as in ``LevelLayout``; q and k have equal numbers of
+    heads.
 
     ``num_shared`` is the number of levels that each pair shares, broadcastable to (B, H, T, S).
     """
     total = torch.zeros((), dtype=q.dtype, device=q.device)
     for level, features in enumerate(layout.slices, start=1):
-        # Contiguous: Inductor fixes a compiled program to the strides of a slice that is kept for the gradient.
+        # Contiguous: Inductor fixes a compiled program to the strides of a slice that is kept for the
+        # gradient.
         score = q[..., features].contiguous() @ k[..., features].contiguous().transpose(2, 3)
         if scale is None and layout.scaling in ("paper", "paper_sum"):
             score = score / layout.ranks[level - 1]
@@ -138,9 +143,10 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """Structured attention by its definition; the meaning of the options is that of ``structured_attention``.
 
-    16-bit inputs are computed in float32. A query that sees no key has output 0 and log-sum-exp -inf, and no gradient. What
-    padding holds reaches nothing, NaN neither; nor does another packed sequence, each being computed separately (while PyTorch
-    traces, when lengths are not known, all are computed together, with a mask).
+    16-bit inputs are computed in float32. A query that sees no key has output 0 and log-sum-exp -inf, and no
+    gradient. What padding holds reaches nothing, NaN neither; nor does another packed sequence, each being
+    computed separately (while PyTorch traces, when lengths are not known, all are computed together, with a
+    mask).
 
     Args:
         q, k, v: (B, H, T, D), (B, G, S, D), (B, G, S, V).
@@ -189,7 +195,9 @@ def attention(
 
 
 def _is_known(x: Tensor) -> bool:
-    """Whether the numbers of a tensor can be looked at: not while PyTorch traces, nor inside of ``torch.vmap``."""
+    """Whether the numbers of a tensor can be looked at: not while PyTorch traces, nor inside of
+    ``torch.vmap``.
+    """
     if torch.compiler.is_compiling():  # which cannot trace what follows
         return False
     return not (isinstance(x, FakeTensor) or x.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(x))
@@ -205,7 +213,9 @@ def _dense(
     dropped: Tensor | None,
     shown: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of tensors with equal numbers of heads, of one dtype; weights that are kept keep their size."""
+    """Output and log-sum-exp of tensors with equal numbers of heads, of one dtype; weights that are kept keep
+    their size.
+    """
     num_shared = position.shared_levels(call.layout)[:, None]
     mask = visible(position, call.is_causal, call.window)
     if mask is not None:
@@ -248,7 +258,8 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
 
         out exp(lse) / (exp(lse) + exp(sink)),   log(exp(lse) + exp(sink))
 
-    So a sink needs no backend of its own: each computes output and log-sum-exp without it, with their gradients.
+    So a sink needs no backend of its own: each computes output and log-sum-exp without it, with their
+    gradients.
 
     Args:
         out, lse: (B, H, T, V) and (B, H, T), of the keys alone.

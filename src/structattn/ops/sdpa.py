@@ -11,7 +11,8 @@ from structattn.ops import derivatives
 from structattn.ops.call import Call
 from structattn.ops.checks import without_autocast
 
-# On a CPU, values narrower than keys make PyTorch keep all scores: up to this many they cost less than anything else.
+# On a CPU, values narrower than keys make PyTorch keep all scores: up to this many they cost less than
+# anything else.
 MOST_SCORES = 2**18
 
 
@@ -20,7 +21,9 @@ def _has_one_query(q: Tensor, call: Call) -> bool:
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool = False) -> str | None:
-    """The reason why PyTorch's kernels cannot run a call, or ``None``. Sinks are added by means of the log-sum-exp."""
+    """The reason why PyTorch's kernels cannot run a call, or ``None``. Sinks are added by means of the
+    log-sum-exp.
+    """
     if call.terms.softcap is not None:
         return "PyTorch's kernels have no soft cap"
     if call.terms.alibi_slopes is not None:
@@ -29,7 +32,9 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool = Fals
 
 
 def suits(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> bool:
-    """Whether a call of one level is one that PyTorch's kernels run without T x S numbers that nobody asked for."""
+    """Whether a call of one level is one that PyTorch's kernels run without T x S numbers that nobody asked
+    for.
+    """
     if why_not(q, k, v, call, return_lse) is not None:
         return False
     if call.window is not None or call.cu_seqlens is not None or call.left_padding is not None:

@@ -1,20 +1,23 @@
 """Small problems on a CPU, whose scores are all kept: plain attention, and levels of equal blocks.
 
-What costs time at T = 32 and D = 4 is not arithmetic. Measured on one core (AMD EPYC, MKL, 512 matrices, float32):
+What costs time at T = 32 and D = 4 is not arithmetic. Measured on one core (AMD EPYC, MKL, 512 matrices,
+float32):
 
-- A product with narrow vectors is 2 to 4 times faster in feature-major layout, (D, T), and where the narrow side of the
-  result comes first: (V, S) (S, T) instead of (T, S) (S, V). At T = 24, V = 2: 0.11 ms instead of 0.40. From ``NARROW`` on
-  it makes no difference.
-- A tensor of all scores that is new to the process costs as much as the product that fills it, in page faults; so the softmax and
-  its gradient are written in place.
-- Joining the heads to one wider product, with zeros outside of their slices, costs H times the arithmetic and is never faster
-  than this: as fast at D = V = 2, 1.8 times slower at 8.
-- PyTorch's fused kernel is faster forward (1.3 times), and slower with backward where heads are narrow: 1.3 times at D = V = 2 to
-  8 and T = 24 to 128; as fast at 12 and more. It takes no values of another width than the keys.
-- With levels the time is that of many small operations. What depends on the layout and the lengths only, the factor of each pair
-  at each level, is a table that is made once: then a level costs one product and one addition.
-- A sink is one more key: of zeros, with the sink as its score. That is one more column in products that are made anyway; by the
-  log-sum-exp it would be one more pass over all scores.
+- A product with narrow vectors is 2 to 4 times faster in feature-major layout, (D, T), and where the narrow
+  side of the result comes first: (V, S) (S, T) instead of (T, S) (S, V). At T = 24, V = 2: 0.11 ms instead of
+  0.40. From ``NARROW`` on it makes no difference.
+- A tensor of all scores that is new to the process costs as much as the product that fills it, in page
+  faults; so the softmax and its gradient are written in place.
+- Joining the heads to one wider product, with zeros outside of their slices, costs H times the arithmetic and
+  is never faster than this: as fast at D = V = 2, 1.8 times slower at 8.
+- PyTorch's fused kernel is faster forward (1.3 times), and slower with backward where heads are narrow: 1.3
+  times at D = V = 2 to 8 and T = 24 to 128; as fast at 12 and more. It takes no values of another width than
+  the keys.
+- With levels the time is that of many small operations. What depends on the layout and the lengths only, the
+  factor of each pair at each level, is a table that is made once: then a level costs one product and one
+  addition.
+- A sink is one more key: of zeros, with the sink as its score. That is one more column in products that are
+  made anyway; by the log-sum-exp it would be one more pass over all scores.
 
 Axes: N batch entries and heads together, T queries, S keys, D head dimension, V value dimension.
 """
@@ -38,7 +41,8 @@ NARROW_HEAD = 8  # with gradients, up to this number of dimensions PyTorch's fus
 MOST_SCORES_PER_HEAD = 512**2  # of several levels, where ``small_causal`` skips hidden pairs
 MOST_SCORES_PER_HEAD_AT_ONCE = 128**2  # of all others: beyond, hidden pairs are worth skipping
 MOST_SCORES = 2**24  # they are all kept for the gradient, 64 MiB
-# Beyond, the blocked backend is as fast for a soft cap or sinks: of one level with gradients. A quarter with levels, a quarter without gradients.
+# Beyond, the blocked backend is as fast for a soft cap or sinks: of one level with gradients. A quarter with
+# levels, a quarter without gradients.
 MOST_SCORES_UNMASKED = 2**22
 DTYPES = (torch.float32, torch.float64)
 
@@ -96,8 +100,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, None]:
     Returns:
         (B, H, T, V), and no log-sum-exp.
 
-    Cost: 2 B H T S (D + V) FLOPs, hidden pairs included; one tensor of B H T S numbers, kept for the gradient, and another with a
-    soft cap. Sinks are one key more.
+    Cost: 2 B H T S (D + V) FLOPs, hidden pairs included; one tensor of B H T S numbers, kept for the
+    gradient, and another with a soft cap. Sinks are one key more.
     """
     if small_causal.suits(q, k, call):
         return small_causal.forward(q, k, v, call), None
@@ -154,7 +158,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, None]:
 def _hidden(
     attn_mask: Tensor | None, mask: Tensor | None, sizes: tuple[int, int, int, int], heads_first: bool
 ) -> Tensor | None:
-    """The pairs that a mask or the table of a call hides, bool, broadcastable to (B, G, H / G, T, S), G in front with ``heads_first``.
+    """The pairs that a mask or the table of a call hides, bool, broadcastable to (B, G, H / G, T, S), G in
+    front with ``heads_first``.
 
     Args:
         attn_mask: of the call, broadcastable to (B, H, T, S).
@@ -183,9 +188,11 @@ def _tables(
     dtype: torch.dtype,
     has_sinks: bool,
 ) -> tuple[Tensor | None, Levels | None]:
-    """What is added to the scores, 0 or -inf, ``None`` where every pair is visible; and the levels, ``None`` for one.
+    """What is added to the scores, 0 or -inf, ``None`` where every pair is visible; and the levels, ``None``
+    for one.
 
-    Tables have ``repeats * T`` rows, for the heads that share a key, and with sinks a column of zeros for them.
+    Tables have ``repeats * T`` rows, for the heads that share a key, and with sinks a column of zeros for
+    them.
     """
     mask = levels = None
     if is_causal or window is not None:
@@ -260,7 +267,9 @@ def _times(weights: Tensor, x: Tensor, scale: float | None = None) -> Tensor:
 
 
 def _traced(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """The output of ``_SmallAttention`` for a compiler, which plans memory itself and may lose second derivatives of a function."""
+    """The output of ``_SmallAttention`` for a compiler, which plans memory itself and may lose second
+    derivatives of a function.
+    """
     scores = torch.bmm(q * scale, k.transpose(1, 2))
     return _times((scores if mask is None else scores + mask).softmax(-1), v)
 
@@ -306,7 +315,9 @@ class _Score(NamedTuple):
         return torch.baddbmm(mask, q, keys, alpha=self.scale)
 
     def scores(self, q: Tensor, keys: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The scores before sinks; with a soft cap also the tanh of them, if it is kept. ``keys`` are (N, D, S)."""
+        """The scores before sinks; with a soft cap also the tanh of them, if it is kept. ``keys`` are (N, D,
+        S).
+        """
         tanh = None
         if self.softcap is None:
             scores = self.products(q, keys, self.mask, 1.0)
@@ -326,13 +337,16 @@ class _Score(NamedTuple):
 
 
 class _SmallAttention(torch.autograd.Function):
-    """(N, T, D), (N, S, D), (N, S, V), sinks, and the score: the output (N, T, V), the weights (N, T, S), and the tanh of a soft cap.
+    """(N, T, D), (N, S, D), (N, S, V), sinks, and the score: the output (N, T, V), the weights (N, T, S), and
+    the tanh of a soft cap.
 
-    Sinks may be ``None``; else they are (1, G, H / G, 1), or in the order of the score's shape, and take the last column. The gradient needs
-    the weights and the tanh; that they are outputs, with a gradient, is what makes the gradient differentiable.
+    Sinks may be ``None``; else they are (1, G, H / G, 1), or in the order of the score's shape, and take the
+    last column. The gradient needs the weights and the tanh; that they are outputs, with a gradient, is what
+    makes the gradient differentiable.
     """
 
-    # Without setup_context, for which PyTorch reads the signature at every call; transforms of functions never come here.
+    # Without setup_context, for which PyTorch reads the signature at every call; transforms of functions
+    # never come here.
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, score: _Score

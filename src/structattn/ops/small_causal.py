@@ -1,15 +1,19 @@
-"""Causal attention on few positions with levels of equal blocks: spans of queries, each against the keys up to its end.
+"""Causal attention on few positions with levels of equal blocks: spans of queries, each against the keys up
+to its end.
 
-The positions are cut into the blocks of one level, the spans. All queries of a span are in one block of this level and of each one
-above it, so the keys before the span fall into ranges that share the same levels with all of its queries:
+The positions are cut into the blocks of one level, the spans. All queries of a span are in one block of this
+level and of each one above it, so the keys before the span fall into ranges that share the same levels with
+all of its queries:
 
 - Such a range is one product of the first dimensions, with one factor, and has no mask.
-- The keys of the span itself share more levels than that level in smaller blocks: one product for each level, with a table of factors.
+- The keys of the span itself share more levels than that level in smaller blocks: one product for each level,
+  with a table of factors.
 
-So the keys after a span cost nothing, and far keys a few dimensions. Short spans save most arithmetic and need most operations,
-each of which takes microseconds in Python; counted work decides (``span_size``). Measured on one core (AMD EPYC, MKL, 128 heads, ranks
-8|4|2|2): copying the features of each block into columns of its own, so that one product compares all levels, costs more than it
-saves: at T = 42 the copies take 0.6 ms, and the products of single levels 0.2.
+So the keys after a span cost nothing, and far keys a few dimensions. Short spans save most arithmetic and
+need most operations, each of which takes microseconds in Python; counted work decides (``span_size``).
+Measured on one core (AMD EPYC, MKL, 128 heads, ranks 8|4|2|2): copying the features of each block into
+columns of its own, so that one product compares all levels, costs more than it saves: at T = 42 the copies
+take 0.6 ms, and the products of single levels 0.2.
 
 Sliding levels and free segments have no equal blocks, and never come here.
 
@@ -52,7 +56,8 @@ class Span(NamedTuple):
     Attributes:
         start, stop: their positions.
         ranges: the keys before them.
-        inside: of their own keys: the dimensions of levels with the same blocks, and the factor of each pair, (t, t).
+        inside: of their own keys: the dimensions of levels with the same blocks, and the factor of each pair,
+            (t, t).
         mask: 0 or -inf, what is added to the scores of their own keys, (t, t).
     """
 
@@ -131,7 +136,9 @@ def span_size(layout: LevelLayout, length: int, value_dim: int, batch: int, per_
 
 @functools.lru_cache(maxsize=64)  # of at most (levels + 1) * 2 MiB in float32, most far less: tables of two spans
 def plan(layout: LevelLayout, length: int, size: int, scale: float | None, dtype: torch.dtype) -> Plan:
-    """The plan with spans of ``size`` positions, the block size of a level or the length; ``scale`` is that of the call."""
+    """The plan with spans of ``size`` positions, the block size of a level or the length; ``scale`` is that
+    of the call.
+    """
     with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):  # so that any later call may use them
         return _plan(layout, length, size, scale, dtype)
 
@@ -165,7 +172,9 @@ def _plan(layout: LevelLayout, length: int, size: int, scale: float | None, dtyp
 
 
 def suits(q: Tensor, k: Tensor, call: Call) -> bool:
-    """Whether a call of the ``small`` backend is one of this file: eager and causal, equal blocks, no window and no term of the scores."""
+    """Whether a call of the ``small`` backend is one of this file: eager and causal, equal blocks, no window
+    and no term of the scores.
+    """
     layout = call.layout
     if len(layout.ranks) == 1 or not layout.block_sizes or not call.is_causal or not is_eager(q):
         return False
@@ -197,7 +206,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, found: Plan) -> Tensor:
 class _Spans(torch.autograd.Function):
     """q, k, v (B, H, T, .), the call and its plan: the output (B, H, T, V)."""
 
-    # Without setup_context, for which PyTorch reads the signature at every call; transforms of functions never come here.
+    # Without setup_context, for which PyTorch reads the signature at every call; transforms of functions
+    # never come here.
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call, found: Plan) -> Tensor:
         query, key, value = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)

@@ -1,4 +1,6 @@
-"""What makes the weights of a row of the products of queries and keys, besides the layout: one value, checked once."""
+"""What makes the weights of a row of the products of queries and keys, besides the layout: one value, checked
+once.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ class ScoreTerms:
         scale: replaces the scaling of the layout.
         softcap: c, makes a scaled score s to c tanh(s / c).
         sinks: (H,), a logit more in the denominator of each row.
-        attn_mask: broadcastable to (B, H, T, S), bool: ``True`` where a query may attend to a key. Floating point: an ``attn_bias``.
+        attn_mask: broadcastable to (B, H, T, S), bool: ``True`` where a query may attend to a key. Floating
+            point: an ``attn_bias``.
         attn_bias: broadcastable to (B, H, T, S), added to the scores.
         alibi_slopes: (H,) or (B, H): the bias -m |i - j| of each head.
     """
@@ -43,7 +46,8 @@ class ScoreTerms:
             check_number("softcap", self.softcap, minimum=1 / MAX_SCALE, maximum=MAX_SCALE)
 
     def of_call(self, q: Tensor, num_keys: int) -> ScoreTerms:
-        """The terms as backends need them: a bool mask, a bias, slopes (1 or B, H) without a gradient, and numbers that are floats.
+        """The terms as backends need them: a bool mask, a bias, slopes (1 or B, H) without a gradient, and
+        numbers that are floats.
 
         Args:
             q: the queries (B, H, T, D) that the tensors must fit.
@@ -98,7 +102,9 @@ class ScoreTerms:
         return any(x is not None and x.requires_grad for x in (self.sinks, self.attn_mask))
 
     def of_queries(self, first: int, end: int, num_queries: int, num_keys: int) -> ScoreTerms:
-        """The options for queries ``first`` ... ``end - 1`` of T, of which the last sees the first of S keys only as far as itself."""
+        """The options for queries ``first`` ... ``end - 1`` of T, of which the last sees the first of S keys
+        only as far as itself.
+        """
         if self.attn_mask is None:
             return self
         mask = self.attn_mask[(None,) * (4 - self.attn_mask.dim())].expand(-1, -1, num_queries, num_keys)
@@ -129,7 +135,9 @@ class ScoreTerms:
             scores.add_(mask.detach())
 
     def softmax(self, scores: Tensor, of_queries: Sequence[int]) -> Tensor:
-        """The weights of scores (..., N), which may be overwritten; ``of_queries`` is what their other dimensions are together, (B, H, T)."""
+        """The weights of scores (..., N), which may be overwritten; ``of_queries`` is what their other
+        dimensions are together, (B, H, T).
+        """
         empty = None
         if self.attn_mask is not None:  # a query may see no key, and gives 0
             empty = scores.amax(-1, keepdim=True) == -torch.inf
@@ -164,7 +172,8 @@ def _checked_mask(
     check_tensor("attn_mask", attn_mask)
     if attn_mask.dtype != torch.bool and attn_mask.dtype not in DTYPES:
         raise ShapeError(
-            f"attn_mask must be bool, True where a pair may attend, or floating point, added to the scores, got {attn_mask.dtype}; "
+            "attn_mask must be bool, True where a pair may attend, or floating point, added to the scores, got "
+            f"{attn_mask.dtype}; "
             "a mask of 0 and 1 is mask != 0"
         )
     _check_per_pair(q, num_keys, "attn_mask", attn_mask)
@@ -190,7 +199,8 @@ def _check_sinks(q: Tensor, sinks: Any) -> None:
     check_tensor("sinks", sinks)
     if sinks.dtype not in DTYPES or sinks.dim() != 1 or sinks.shape[0] != q.shape[1]:
         raise ShapeError(
-            f"sinks must have one floating-point logit per query head, shape ({q.shape[1]},), got {sinks.dtype} of shape "
+            f"sinks must have one floating-point logit per query head, shape ({q.shape[1]},), got {sinks.dtype} of "
+            "shape "
             f"{tuple(sinks.shape)}"
         )
     if sinks.device != q.device:
@@ -208,14 +218,16 @@ def _checked_slopes(q: Tensor, alibi_slopes: Any) -> Tensor:
     batch, heads = q.shape[:2]
     if alibi_slopes.dtype not in DTYPES or tuple(alibi_slopes.shape) not in ((heads,), (batch, heads)):
         raise ShapeError(
-            f"alibi_slopes must have one floating-point slope per query head, shape ({heads},) or ({batch}, {heads}), got "
+            f"alibi_slopes must have one floating-point slope per query head, shape ({heads},) or ({batch}, {heads}), "
+            "got "
             f"{alibi_slopes.dtype} of shape {tuple(alibi_slopes.shape)}"
         )
     if alibi_slopes.device != q.device:
         raise ShapeError(f"alibi_slopes must be on the device of q, {q.device}, got {alibi_slopes.device}")
     if _needs_gradient(alibi_slopes):
         raise ConfigError(
-            "alibi_slopes get no gradient, and these require one: give alibi_slopes.detach(); a bias that is learned is attn_bias"
+            "alibi_slopes get no gradient, and these require one: give alibi_slopes.detach(); a bias that is learned "
+            "is attn_bias"
         )
     slopes = alibi_slopes.detach()
     return slopes if slopes.dim() == 2 else slopes[None]

@@ -1,7 +1,7 @@
 """Maximal-update parametrisation (muP): initial values and AdamW by the roles of parameters.
 
-``initialize`` draws parameters by their roles, and ``adamw`` gives every one the learning rate of its role, so that a rate tuned on
-a small model holds for a wide one.
+``initialize`` draws parameters by their roles, and ``adamw`` gives every one the learning rate of its role,
+so that a rate tuned on a small model holds for a wide one.
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ from structattn.optim.roles import BASE_FAN_IN, draws_factors, reach, resolved_r
 
 @torch.no_grad()
 def initialize(model: nn.Module) -> None:
-    """Draws every parameter by its role, from torch's global generator. Frozen parameters too; padding rows of embeddings stay 0.
+    """Draws every parameter by its role, from torch's global generator. Frozen parameters too; padding rows
+    of embeddings stay 0.
 
     Call it before FSDP shards the model: butterflies are drawn whole.
 
-    The scores of attention follow muP by the scaling of their spec (``"standard,scaling=mup"``), which is not changed here.
+    The scores of attention follow muP by the scaling of their spec (``"standard,scaling=mup"``), which is not
+    changed here.
 
     Args:
         model: any module whose parameters all have roles.
 
     Raises:
-        ConfigError: see ``roles_of``; or a parameter of a lazy module has no size yet. Nothing is changed then.
+        ConfigError: see ``roles_of``; or a parameter of a lazy module has no size yet. Nothing is changed
+            then.
     """
     roles_of(model)  # raises first, before anything is changed
     for name, parameter in model.named_parameters():
@@ -62,17 +65,19 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Groups for AdamW, one for each learning rate, without frozen parameters.
 
-    Weight decay is divided by the group's learning-rate scale: AdamW multiplies the two, so that every matrix then shrinks by
-    ``learning_rate * weight_decay`` per step at any width.
+    Weight decay is divided by the group's learning-rate scale: AdamW multiplies the two, so that every matrix
+    then shrinks by ``learning_rate * weight_decay`` per step at any width.
 
     Args:
         model: any module whose parameters all have roles.
-        learning_rate: the base rate, that of matrices with ``base_fan_in`` inputs and of every parameter that is not a matrix.
+        learning_rate: the base rate, that of matrices with ``base_fan_in`` inputs and of every parameter that
+            is not a matrix.
         weight_decay: of matrices. Default 0.
         base_fan_in: the width for which the base rate was chosen. Default 768.
 
     Returns:
-        Groups with ``params``, ``lr``, ``weight_decay`` and ``lr_scale``, by which a schedule multiplies its rate.
+        Groups with ``params``, ``lr``, ``weight_decay`` and ``lr_scale``, by which a schedule multiplies its
+        rate.
 
     Raises:
         ConfigError: see ``roles_of``; or a number is out of its range.

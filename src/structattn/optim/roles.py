@@ -1,7 +1,8 @@
-"""The role of each parameter of a model: modules declare it, and initial scale and learning rate follow from it.
+"""The role of each parameter of a model: modules declare it, and initial scale and learning rate follow from
+it.
 
-A module says what its parameters are by a method ``parameter_roles``. The factors of structured matrices count with the fan-in of
-one block.
+A module says what its parameters are by a method ``parameter_roles``. The factors of structured matrices
+count with the fan-in of one block.
 """
 
 from __future__ import annotations
@@ -28,29 +29,32 @@ _WITH_FAN_IN = ("hidden", "factor", "output")
 class Role:
     """The role of one parameter in muP.
 
-    ==========  ==========================================================  ============  ======================
-    kind        what                                                        initial std   learning rate (AdamW)
-    ==========  ==========================================================  ============  ======================
-    embedding   token and position embeddings, input projections            0.02, or std  rate
+    ==========  ==========================================================  ============
+    ====================== kind        what                                                        initial std   learning rate (AdamW)
+    ==========  ==========================================================  ============
+    ====================== embedding   token and position embeddings, input projections            0.02, or std  rate
     hidden      a matrix that reads the width: q, k, v, MLP in              1/sqrt(f)     rate base_fan_in sqrt(u) / f
     factor      one factor of a structured matrix, f that of one block      1/sqrt(f)     likewise
     output      attention output, MLP output, head                          0             likewise
     norm        the weights of a norm                                       1, constant   rate
     gain        other factors near one, such as the weights of a sum        1, constant   rate
     bias        anything added                                              0             rate
-    ==========  ==========================================================  ============  ======================
+    ==========  ==========================================================  ============
+    ======================
 
     Args:
         kind: see above.
-        fan_in: f, the numbers that one entry of the output sums over; of a structured factor those of one block. Must be 1, the
-            default, for kinds whose row does not mention it.
-        uses: u, of a matrix: how many times one vector meets it, in a number that grows with the width. Default 1. The gradients
-            of these uses add up with random signs, not in step as the inputs of one sum do, so that a step at the rate of the
-            fan-in only would vanish like 1/sqrt(u): a Kronecker product's factors meet sqrt(E) slices of a vector of E numbers.
+        fan_in: f, the numbers that one entry of the output sums over; of a structured factor those of one
+            block. Must be 1, the default, for kinds whose row does not mention it.
+        uses: u, of a matrix: how many times one vector meets it, in a number that grows with the width.
+            Default 1. The gradients of these uses add up with random signs, not in step as the inputs of one
+            sum do, so that a step at the rate of the fan-in only would vanish like 1/sqrt(u): a Kronecker
+            product's factors meet sqrt(E) slices of a vector of E numbers.
         std: initial standard deviation of an embedding, the same at every width. Default ``None``: 0.02.
 
     Raises:
-        ConfigError: the kind is unknown, the fan-in is not a positive int, or the kind has no fan-in or std to choose.
+        ConfigError: the kind is unknown, the fan-in is not a positive int, or the kind has no fan-in or std
+            to choose.
 
     Source: Yang et al. 2022; Kuang et al. 2025, appendix, for the fan-in of structured factors.
     """
@@ -90,7 +94,9 @@ class Role:
         return self.kind in _WITH_FAN_IN
 
     def learning_rate_scale(self, base_fan_in: int = BASE_FAN_IN) -> float:
-        """The learning rate under AdamW over the base rate: see the table; 1 for every parameter that is not a matrix."""
+        """The learning rate under AdamW over the base rate: see the table; 1 for every parameter that is not
+        a matrix.
+        """
         check_number("base_fan_in", base_fan_in, minimum=1)
         return base_fan_in * math.sqrt(self.uses) / self.fan_in if self.kind in _WITH_FAN_IN else 1.0
 
@@ -120,7 +126,9 @@ class Role:
 
 
 def linear_roles(module: nn.Module, kinds: Mapping[str, RoleKind]) -> dict[str, Role]:
-    """The roles of a module's linear layers, by parameter name: each weight has the given kind, and biases are biases."""
+    """The roles of a module's linear layers, by parameter name: each weight has the given kind, and biases
+    are biases.
+    """
     roles: dict[str, Role] = {}
     for name, kind in kinds.items():
         linear: Any = getattr(module, name)
@@ -138,7 +146,9 @@ class DeclaresRoles(Protocol):
 
 
 class DrawsFactors(Protocol):
-    """A module whose parameters are not drawn one by one: given the fan-ins of its factors, it draws them together."""
+    """A module whose parameters are not drawn one by one: given the fan-ins of its factors, it draws them
+    together.
+    """
 
     def reset_parameters(self, fan_ins: Mapping[str, int]) -> None:
         """Draws the factors, with fan-ins by parameter name relative to the module."""
@@ -152,15 +162,20 @@ class ComputesWeight(Protocol):
     """A layer whose ``weight`` is made of several parameters, so that it can replace a linear layer."""
 
     def weight_roles(self, role: Role) -> Mapping[str, Role]:
-        """The roles of these parameters, by name relative to the layer, where the weight as a whole has that role."""
+        """The roles of these parameters, by name relative to the layer, where the weight as a whole has that
+        role.
+        """
 
 
-# Modules of torch whose type determines the roles of their parameters. That of a linear layer does not: it may be hidden or an output.
+# Modules of torch whose type determines the roles of their parameters. That of a linear layer does not: it
+# may be hidden or an output.
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 
 
 def _has(module: object, *names: str) -> bool:
-    """Whether a module itself has these attributes, not something that it wraps; properties are not computed for the answer."""
+    """Whether a module itself has these attributes, not something that it wraps; properties are not computed
+    for the answer.
+    """
     return all(getattr_static(module, name, None) is not None for name in names)
 
 
@@ -207,7 +222,9 @@ def reach(module: nn.Module, name: str) -> nn.Parameter:
 
 
 def _meant(module: nn.Module, name: str, role: Role) -> dict[str, Role]:
-    """The parameters that a declaration is about: the one of that name, or those that a weight of that name is made of."""
+    """The parameters that a declaration is about: the one of that name, or those that a weight of that name
+    is made of.
+    """
     *path, last = name.split(".")
     if path and last == "weight" and isinstance(role, Role):
         layer = _walk(module, path)
@@ -258,7 +275,8 @@ def _agreed(claims: list[_Claim]) -> Role:
     for other in standing:
         if other.role != first.role:
             raise ConfigError(
-                f"{other.name} has two roles, {first.role} (as {first.name}) and {other.role}, since modules share it: declare it "
+                f"{other.name} has two roles, {first.role} (as {first.name}) and {other.role}, since modules share it: "
+                "declare it "
                 "in a module that contains both"
             )
     return first.role
@@ -267,15 +285,16 @@ def _agreed(claims: list[_Claim]) -> Role:
 def roles_of(model: nn.Module) -> dict[str, Role]:
     """The role of every parameter, by its name in ``model.named_parameters()``.
 
-    Modules declare roles by a method ``parameter_roles``; what a module declares for a parameter of a submodule replaces what the submodule
-    declares. Norms and embeddings of torch are known by their type. Wrapping by ``torch.compile``, DDP or FSDP (with
-    ``use_orig_params``) changes nothing.
+    Modules declare roles by a method ``parameter_roles``; what a module declares for a parameter of a
+    submodule replaces what the submodule declares. Norms and embeddings of torch are known by their type.
+    Wrapping by ``torch.compile``, DDP or FSDP (with ``use_orig_params``) changes nothing.
 
     Args:
         model: any module.
 
     Raises:
-        ConfigError: a parameter without a role (named), a role for a parameter that does not exist, or two different roles.
+        ConfigError: a parameter without a role (named), a role for a parameter that does not exist, or two
+            different roles.
     """
     check_type("model", model, nn.Module, "a torch.nn.Module")
     roles = resolved_roles(model)
@@ -283,7 +302,8 @@ def roles_of(model: nn.Module) -> dict[str, Role]:
     for name, parameter in model.named_parameters():
         if id(parameter) not in roles:
             raise ConfigError(
-                f"muP does not know what {name} {_shape(parameter)} is: give the module that owns it, or one that contains it, "
+                f"muP does not know what {name} {_shape(parameter)} is: give the module that owns it, or one that "
+                "contains it, "
                 'a method parameter_roles() that returns {"name": structattn.mup.Role(kind=..., fan_in=...)}'
             )
         out[name] = roles[id(parameter)]

@@ -1,4 +1,6 @@
-"""Whether all processes make the same call: asked before any key travels, since processes that differ would wait for each other, or compute nonsense."""
+"""Whether all processes make the same call: asked before any key travels, since processes that differ would
+wait for each other, or compute nonsense.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ def agreed_lengths(
         StructAttnError: ``error``, in this process.
         ConfigError: the call of another process is wrong, or is another call.
 
-    Cost: one gather of ``NUMBERS`` int64, which a GPU is waited for; where there is an error, a second one of its text.
+    Cost: one gather of ``NUMBERS`` int64, which a GPU is waited for; where there is an error, a second one of
+        its text.
     """
     text = json.dumps({"error": f"{type(error).__name__}: {error}"} if error is not None else {"call": call}).encode()
     digest = int.from_bytes(hashlib.sha256(text).digest()[:8], "big", signed=True)
@@ -55,7 +58,8 @@ def agreed_lengths(
     for number, one in enumerate(said):
         if "error" in one:
             raise ConfigError(
-                f"nothing was computed, since the call of process {number} of {processes.count} (counted from 0) is wrong: {one['error']}"
+                f"nothing was computed, since the call of process {number} of {processes.count} (counted from 0) is "
+                f"wrong: {one['error']}"
             )
     raise ConfigError(f"{rule}: {_difference([x['call'] for x in said])}")
 

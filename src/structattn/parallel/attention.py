@@ -1,12 +1,14 @@
-"""Attention over a sharded sequence, differentiable: one exchange of keys and values forward, one of their gradients back.
+"""Attention over a sharded sequence, differentiable: one exchange of keys and values forward, one of their
+gradients back.
 
     forward     out = sum over parts of exp(lse_part - lse) out_part,   lse = logsumexp over parts of lse_part
     backward    each part with the joined out and lse, as ring attention does
 
-Queries, outputs and their gradients stay. While keys travel a process computes what needs its own keys only, and so it does while gradients do.
+Queries, outputs and their gradients stay. While keys travel a process computes what needs its own keys only,
+and so it does while gradients do.
 
-Source: the joining of parts is that of Milakov and Gimelshein 2018, the backward pass from the joined log-sum-exp that of Liu et al. 2023
-(ring attention).
+Source: the joining of parts is that of Milakov and Gimelshein 2018, the backward pass from the joined
+log-sum-exp that of Liu et al. 2023 (ring attention).
 """
 
 from __future__ import annotations
@@ -63,7 +65,8 @@ class ShardedAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise DerivativeError(
-                "attention over a sharded sequence has first derivatives only: leave out create_graph=True, or use structured_attention in one process"
+                "attention over a sharded sequence has first derivatives only: leave out create_graph=True, or use "
+                "structured_attention in one process"
             )
         q, k, v, out, lse, *others = ctx.saved_tensors
         processes, plan, call = ctx.processes, ctx.plan, ctx.call
@@ -140,7 +143,8 @@ def _queries(x: Tensor, span: KeySpan, piece: Piece) -> Tensor:
 
 
 def _join(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Adds the keys of a part to the softmax of its queries, in place; the part may have the first dimensions of the output only.
+    """Adds the keys of a part to the softmax of its queries, in place; the part may have the first dimensions
+    of the output only.
 
     A query sees itself, so that its own part has a finite log-sum-exp; that of another part may be -inf.
 

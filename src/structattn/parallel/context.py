@@ -27,16 +27,19 @@ from structattn.parallel.processes import Processes
 def context_parallel(layout: LevelLayout | None, mesh: DeviceMesh, *, order: Order = "contiguous") -> ContextParallel:
     """``structured_attention`` over a sequence that is divided among the processes of a mesh.
 
-    Each process holds q, k and v of any number of tokens, also of none, and calls the result with its own tokens and the same options. It gets
-    the outputs of its own queries. Outputs and gradients are those of ``structured_attention`` over the whole sequence.
+    Each process holds q, k and v of any number of tokens, also of none, and calls the result with its own
+    tokens and the same options. It gets the outputs of its own queries. Outputs and gradients are those of
+    ``structured_attention`` over the whole sequence.
 
     Args:
         layout: ``LevelLayout``; ``None`` is one level: plain attention.
-        mesh: of one dimension, whose processes divide the sequence; in a mesh of more dimensions take one, as ``mesh["context"]``.
-        order: which tokens a process holds; ``positions`` gives them. ``"contiguous"`` (default): neighboring ones, in the order of the
-            processes. ``"head-tail"``: of its n tokens the first n - n // 2 are neighboring ones counted from the start of the sequence, the others
-            from its end, so that of N processes process p holds shards p and 2 N - 1 - p. With ``is_causal`` all processes then have the same work,
-            where the last of contiguous shards has up to twice the mean.
+        mesh: of one dimension, whose processes divide the sequence; in a mesh of more dimensions take one, as
+            ``mesh["context"]``.
+        order: which tokens a process holds; ``positions`` gives them. ``"contiguous"`` (default): neighboring
+            ones, in the order of the processes. ``"head-tail"``: of its n tokens the first n - n // 2 are
+            neighboring ones counted from the start of the sequence, the others from its end, so that of N
+            processes process p holds shards p and 2 N - 1 - p. With ``is_causal`` all processes then have the
+            same work, where the last of contiguous shards has up to twice the mean.
 
     Raises:
         ConfigError: another layout or order, or a mesh of more dimensions or without this process.
@@ -78,10 +81,12 @@ class ContextParallel:
         """The positions that this process holds, in the order of its tensors.
 
         Args:
-            num_positions: T, for a sequence that is split as evenly as possible, or the number of tokens of each process.
+            num_positions: T, for a sequence that is split as evenly as possible, or the number of tokens of
+                each process.
 
         Returns:
-            (T_p,) int64, on the CPU: ``x[:, attention.positions(T)]`` are the tokens of this process, and what rotary positions need.
+            (T_p,) int64, on the CPU: ``x[:, attention.positions(T)]`` are the tokens of this process, and
+            what rotary positions need.
 
         Raises:
             ConfigError: no such sequence, or not one number for each process.
@@ -131,27 +136,33 @@ class ContextParallel:
         alibi_slopes: Tensor | None = None,
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """The outputs of the queries of this process; all processes call it together, and go back through it together.
+        """The outputs of the queries of this process; all processes call it together, and go back through it
+        together.
 
         Args:
             q, k, v: the tokens of this process: (B, H, T_p, D), (B, G, T_p, D) and (B, G, T_p, V).
             is_causal, scale, window, softcap, alibi_slopes, return_lse: as in ``structured_attention``.
             cu_seqlens: the boundaries of packed sequences among all T tokens, the same in every process.
-            sinks: as in ``structured_attention``, the same in every process. Their gradient is that of the queries of this process: the sum
-                over the processes is the whole, as of any weight that every process has.
+            sinks: as in ``structured_attention``, the same in every process. Their gradient is that of the
+                queries of this process: the sum over the processes is the whole, as of any weight that every
+                process has.
 
         Returns:
-            out (B, H, T_p, V), and with ``return_lse`` the log-sum-exp (B, H, T_p). The layouts of the shards follow from T_p of all processes.
+            out (B, H, T_p, V), and with ``return_lse`` the log-sum-exp (B, H, T_p). The layouts of the shards
+            follow from T_p of all processes.
 
         Raises:
-            ShapeError, ConfigError: as ``structured_attention``, in the process whose call is wrong; a ``ConfigError`` in the others.
-            ConfigError: the processes make different calls; the message names the difference. No key has travelled then.
-            CommunicationError: another process has ended, or has not answered within the timeout of the process group.
+            ShapeError, ConfigError: as ``structured_attention``, in the process whose call is wrong; a
+                ``ConfigError`` in the others.
+            ConfigError: the processes make different calls; the message names the difference. No key has
+                travelled then.
+            CommunicationError: another process has ended, or has not answered within the timeout of the
+                process group.
             DerivativeError: a second derivative is asked for.
 
-        Cost: what a process sends is ``layout.communication_bytes``, and 32 bytes to each other one by which they check that the
-            calls agree. Memory is linear in T_p and in what arrives, which is kept for the backward pass. With ``is_causal`` and contiguous
-            shards the last process has the most work.
+        Cost: what a process sends is ``layout.communication_bytes``, and 32 bytes to each other one by which
+            they check that the calls agree. Memory is linear in T_p and in what arrives, which is kept for
+            the backward pass. With ``is_causal`` and contiguous shards the last process has the most work.
 
         Source: ours; the joining of parts is that of ring attention (Liu et al. 2023).
         """

@@ -1,7 +1,8 @@
-"""The attention that one process computes: its queries against its own keys, and against each span of keys that came from others.
+"""The attention that one process computes: its queries against its own keys, and against each span of keys
+that came from others.
 
-Each is a call of a backend, with positions counted in the whole sequence. Where a part of the scores is what a call without positions
-computes as well, the fastest backend takes it; the rest is computed by ``blocked``.
+Each is a call of a backend, with positions counted in the whole sequence. Where a part of the scores is what
+a call without positions computes as well, the fastest backend takes it; the rest is computed by ``blocked``.
 """
 
 from __future__ import annotations
@@ -89,7 +90,8 @@ def _is_unmoved(layout: LevelLayout, position: int, length: int) -> bool:
 
 
 def span_parts(plan: Plan, span: KeySpan, call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Piece, Part]]:
-    """The queries of a process that see a span of keys of others, against these: calls that together have every visible pair once.
+    """The queries of a process that see a span of keys of others, against these: calls that together have
+    every visible pair once.
 
     Args:
         q: all queries of the process.
@@ -140,6 +142,8 @@ def first_levels(layout: LevelLayout, count: int) -> LevelLayout:
 
 
 def constant_scale(layout: LevelLayout, scale: float | None) -> float | None:
-    """The scale of a call, where it is one number for all pairs: of fewer levels it must stay what it is of all."""
+    """The scale of a call, where it is one number for all pairs: of fewer levels it must stay what it is of
+    all.
+    """
     per_level, per_count = layout.score_factors(scale)
     return per_count[0] if set(per_level) == {1.0} and len(set(per_count)) == 1 else scale

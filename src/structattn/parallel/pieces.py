@@ -1,7 +1,9 @@
-"""The pairs of a span of keys that came from others, as rectangles: where all pairs share the same levels a call needs no positions.
+"""The pairs of a span of keys that came from others, as rectangles: where all pairs share the same levels a
+call needs no positions.
 
-Blocks that begin where shards begin give one rectangle for each span. Where levels slide, the pairs that share n levels are a band between two
-diagonals: it is cut into rectangles that lie inside one band, and small ones that a diagonal crosses.
+Blocks that begin where shards begin give one rectangle for each span. Where levels slide, the pairs that
+share n levels are a band between two diagonals: it is cut into rectangles that lie inside one band, and small
+ones that a diagonal crosses.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from structattn.layout.levels import LevelLayout
 from structattn.layout.shards import KeySpan
 from structattn.layout.sliding import shorter
 
-LEAF = 512  # queries and keys of a rectangle that a diagonal crosses, at most; the fastest of 256, 512 and 1,024 on a CPU with the C++ code
+# queries and keys of a rectangle that a diagonal crosses, at most; the fastest of 256, 512 and 1,024 on a CPU
+# with the C++ code
+LEAF = 512
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,8 @@ def pieces_of(layout: LevelLayout, span: KeySpan, window: int | None, *, divides
         return sum(reach is None or distance < reach for reach in reaches)
 
     def rectangles(first: int, stop: int, first_key: int, stop_key: int) -> Iterator[Piece]:
-        # Of the nearest pair and of the farthest one, or the other way round where the keys come after the queries.
+        # Of the nearest pair and of the farthest one, or the other way round where the keys come after the
+        # queries.
         corners = levels(first, stop_key - 1), levels(stop - 1, first_key)
         if max(corners) == 0:
             return

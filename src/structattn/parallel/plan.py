@@ -41,7 +41,8 @@ class Plan:
         layout: its layout.
         value_dim: V.
         process: which process this is.
-        held: the shards that it holds: of each its number, and where its tokens lie in the tensors of the process.
+        held: the shards that it holds: of each its number, and where its tokens lie in the tensors of the
+            process.
         spans: the keys that its shards get, with queries counted in the tensors of the process.
         received, sent: of each process, what comes from it and what goes to it.
         local: what one shard of this process gets from another one of it.
@@ -77,7 +78,9 @@ class Plan:
         return views
 
     def empty(self, k: Tensor) -> list[Tensor]:
-        """Memory for the keys and values that this process gets: of each span (rows, G, keys, R) and (rows, G, keys, V)."""
+        """Memory for the keys and values that this process gets: of each span (rows, G, keys, R) and (rows,
+        G, keys, V).
+        """
         return [
             k.new_empty((span.batch[1] - span.batch[0], k.shape[1], span.tokens[1] - span.tokens[0], dim))
             for span in self.spans
@@ -89,7 +92,9 @@ class Plan:
         return [_taken(chunks, tensors) for chunks in self.received]
 
     def here(self, k: Tensor, v: Tensor, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Views of what one shard of this process gets from another one of it: in keys and values, and in tensors as those of ``empty``."""
+        """Views of what one shard of this process gets from another one of it: in keys and values, and in
+        tensors as those of ``empty``.
+        """
         return zip(self._given(self.local, k, v), _taken(self.local, tensors), strict=True)
 
 

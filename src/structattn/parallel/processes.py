@@ -1,7 +1,9 @@
-"""The processes of a device mesh: the two collectives that context parallelism needs, and one line where another process is lost.
+"""The processes of a device mesh: the two collectives that context parallelism needs, and one line where
+another process is lost.
 
-Keys travel by ``all_to_all_single`` with the sizes of each part: gloo and NCCL both have it, and it is one collective per pass, so that
-processes cannot wait for each other in different orders, as they can with single sends and receives.
+Keys travel by ``all_to_all_single`` with the sizes of each part: gloo and NCCL both have it, and it is one
+collective per pass, so that processes cannot wait for each other in different orders, as they can with single
+sends and receives.
 """
 
 from __future__ import annotations
@@ -81,7 +83,8 @@ class Processes:
         except RuntimeError as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise CommunicationError(
-                f"process {self.index} of {self.count} (counted from 0) lost the others: one has ended, or has not answered within the timeout "
+                f"process {self.index} of {self.count} (counted from 0) lost the others: one has ended, or has not "
+                "answered within the timeout "
                 f"of the process group, which init_process_group(timeout=...) sets ({reason})"
             ) from error
 

@@ -1,4 +1,6 @@
-"""The tokens that one process holds of a divided sequence: which these are, where they are in the whole, and what they attend to."""
+"""The tokens that one process holds of a divided sequence: which these are, where they are in the whole, and
+what they attend to.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +21,22 @@ from structattn.parallel.processes import Processes
 
 
 class SequenceShard:
-    """The tokens of this process, of a sequence that the processes of a mesh divide; models and attention layers take it as ``shard``.
+    """The tokens of this process, of a sequence that the processes of a mesh divide; models and attention
+    layers take it as ``shard``.
 
-    Where T is no multiple of the number of processes, some hold one more. Only this class knows which tokens a process holds.
+    Where T is no multiple of the number of processes, some hold one more. Only this class knows which tokens
+    a process holds.
 
     Args:
         mesh: of one dimension, whose processes divide the sequence.
         num_tokens: T, of the whole sequence; every row of a batch has as many.
-        order: which tokens a process holds, as of ``context_parallel``: ``"contiguous"`` (default) or ``"head-tail"``, which evens causal work.
+        order: which tokens a process holds, as of ``context_parallel``: ``"contiguous"`` (default) or
+            ``"head-tail"``, which evens causal work.
 
     Attributes:
         num_tokens: T.
-        length: T_p, the number of tokens of this process; 0 is possible where there are more processes than tokens.
+        length: T_p, the number of tokens of this process; 0 is possible where there are more processes than
+            tokens.
 
     Raises:
         ConfigError: T is below 1, or the mesh has more dimensions or is without this process.
@@ -48,7 +54,9 @@ class SequenceShard:
         self.length = len(self._tokens)
 
     def tokens(self, device: torch.device | None = None) -> Tensor:
-        """Which tokens of the whole sequence these are, in rising order: (T_p,) int64, by default on the CPU."""
+        """Which tokens of the whole sequence these are, in rising order: (T_p,) int64, by default on the
+        CPU.
+        """
         return self._tokens if device is None else self._tokens.to(device)
 
     def take(self, x: Tensor, dim: int = 1) -> Tensor:
@@ -62,7 +70,9 @@ class SequenceShard:
         return x.index_select(dim, self.tokens(x.device))
 
     def local(self, tokens: Tensor) -> Tensor:
-        """Where tokens of the whole sequence, an int64 tensor, are among those of this process; -1 for those of others."""
+        """Where tokens of the whole sequence, an int64 tensor, are among those of this process; -1 for those
+        of others.
+        """
         places = torch.full((self.num_tokens,), -1, device=tokens.device)
         places[self.tokens(tokens.device)] = torch.arange(self.length, device=tokens.device)
         return places[tokens]
@@ -78,14 +88,16 @@ class SequenceShard:
         left_padding: Tensor | None = None,
         **options: Unpack[ContextParallelOptions],
     ) -> Tensor:
-        """``context_parallel`` of the layout: arguments, result and errors are its own; all processes call it together.
+        """``context_parallel`` of the layout: arguments, result and errors are its own; all processes call it
+        together.
 
         Args:
-            left_padding: (B,), as in ``structured_attention``, the same in every process. Each row is then a call of its own: keys travel B
-                times as often, and as many bytes in all.
+            left_padding: (B,), as in ``structured_attention``, the same in every process. Each row is then a
+                call of its own: keys travel B times as often, and as many bytes in all.
 
         Raises:
-            ConfigError: left padding together with ``cu_seqlens``, or with a layout whose rows have different segments.
+            ConfigError: left padding together with ``cu_seqlens``, or with a layout whose rows have different
+                segments.
         """
         attention = ContextParallel(layout, self._mesh, order=self._order)
         if left_padding is None or not q.shape[0]:
@@ -96,7 +108,8 @@ class SequenceShard:
             )
         rows = []
         for row, count in enumerate(left_padding.tolist()):
-            # Padding is a packed sequence of its own: positions and blocks are counted from the first real token.
+            # Padding is a packed sequence of its own: positions and blocks are counted from the first real
+            # token.
             inside = 0 < count < self.num_tokens
             options["cu_seqlens"] = torch.tensor([0, count, self.num_tokens], device=q.device) if inside else None
             rows.append(attention(*(x[row : row + 1] for x in (q, k, v)), **options))
@@ -107,8 +120,8 @@ class SequenceShard:
     def agree(
         self, length: int, call: Mapping[str, object], error: StructAttnError | None, device: torch.device
     ) -> None:
-        """Returns where all processes have their tokens of the same sequence, and otherwise raises in all of them: together, before they
-        compute anything.
+        """Returns where all processes have their tokens of the same sequence, and otherwise raises in all of
+        them: together, before they compute anything.
 
         Args:
             length: the number of tokens that this process was given.
@@ -117,12 +130,14 @@ class SequenceShard:
             device: of the tokens.
 
         Raises:
-            StructAttnError: ``error``, or a ``ShapeError`` where the length is another one than that of the shard.
+            StructAttnError: ``error``, or a ``ShapeError`` where the length is another one than that of the
+                shard.
             ConfigError: so it is in another process, or the processes differ; the message says how.
         """
         if error is None and length != self.length:
             error = ShapeError(
-                f"process {self._processes.index} of {self._processes.count} (counted from 0) holds {self.length} of the {self.num_tokens} tokens "
+                f"process {self._processes.index} of {self._processes.count} (counted from 0) holds {self.length} of "
+                f"the {self.num_tokens} tokens "
                 f"of the sequence, got {length}: shard.take(x) gives them"
             )
         whole = {"the length of the sequence": self.num_tokens, "the order of the tokens": self._order}

@@ -1,10 +1,12 @@
-"""Heads over processes: the plan by which ``torch.distributed.tensor.parallel`` divides a model of this library.
+"""Heads over processes: the plan by which ``torch.distributed.tensor.parallel`` divides a model of this
+library.
 
-All processes read the same tokens. Of an attention a process has H / N heads, of an MLP 1 / N of the hidden features; one sum over the
-processes gives the output of each, and one in the backward pass the gradient of its input. What is neither is computed by every process.
+All processes read the same tokens. Of an attention a process has H / N heads, of an MLP 1 / N of the hidden
+features; one sum over the processes gives the output of each, and one in the backward pass the gradient of
+its input. What is neither is computed by every process.
 
-Parameters are DTensors, whole for an optimizer or a checkpoint. Only while a module computes, it holds plain tensors, the parts of this
-process, and says how many heads they are.
+Parameters are DTensors, whole for an optimizer or a checkpoint. Only while a module computes, it holds plain
+tensors, the parts of this process, and says how many heads they are.
 """
 
 from __future__ import annotations
@@ -31,27 +33,31 @@ from structattn.parallel.processes import Processes
 
 
 def tensor_parallel_plan(model: nn.Module, mesh: DeviceMesh) -> dict[str, ParallelStyle]:
-    """What ``torch.distributed.tensor.parallel.parallelize_module(model, mesh, plan)`` takes to divide a model among processes.
+    """What ``torch.distributed.tensor.parallel.parallelize_module(model, mesh, plan)`` takes to divide a
+    model among processes.
 
     Outputs and gradients are those of one process. Every process calls the model with the same tokens.
 
     Args:
-        model: an ``Attention``, ``MLP``, ``TransformerBlock`` or ``LanguageModel``, or any module that contains them. Each ``Attention``, of
-            any scoring and layout, is divided by its key heads, with their query heads; each ``MLP`` by its hidden features; the
-            ``read_out`` of a ``LanguageModel`` by the vocabulary, with logits of all tokens in every process. The plan replicates all
-            other parameters: replace entries to divide more.
-        mesh: of one dimension, whose processes divide the heads; in a mesh of more dimensions take one, as ``mesh["tensor"]``.
+        model: an ``Attention``, ``MLP``, ``TransformerBlock`` or ``LanguageModel``, or any module that
+            contains them. Each ``Attention``, of any scoring and layout, is divided by its key heads, with
+            their query heads; each ``MLP`` by its hidden features; the ``read_out`` of a ``LanguageModel`` by
+            the vocabulary, with logits of all tokens in every process. The plan replicates all other
+            parameters: replace entries to divide more.
+        mesh: of one dimension, whose processes divide the heads; in a mesh of more dimensions take one, as
+            ``mesh["tensor"]``.
 
     Returns:
         A style for each path of a module with parameters.
 
     Raises:
-        ConfigError: the key heads or the hidden features are no multiple of the processes, another attention layer or linear layer than
-            these, dropout, a weight that is tied to one that is divided, a model that is divided already, or another mesh. Nothing
-            has changed then.
+        ConfigError: the key heads or the hidden features are no multiple of the processes, another attention
+            layer or linear layer than these, dropout, a weight that is tied to one that is divided, a model
+            that is divided already, or another mesh. Nothing has changed then.
 
-    Cost: of E numbers per token, an all-reduce per ``Attention`` and one per ``MLP``, as many in the backward pass; one of a few
-        numbers per norm of queries and keys; and of V numbers per token an all-gather of the logits.
+    Cost: of E numbers per token, an all-reduce per ``Attention`` and one per ``MLP``, as many in the backward
+        pass; one of a few numbers per norm of queries and keys; and of V numbers per token an all-gather of
+        the logits.
 
     Source: the division is that of Megatron-LM (Shoeybi et al. 2019).
 
@@ -105,7 +111,9 @@ Ties = dict[tuple[nn.Module, str], list[tuple[nn.Module, str]]]
 
 
 class _OwnParts(ParallelStyle):
-    """Parameters are DTensors; while the module computes it holds the parts of this process in their place."""
+    """Parameters are DTensors; while the module computes it holds the parts of this process in their
+    place.
+    """
 
     def __init__(self, ties: Ties | None = None) -> None:
         super().__init__()
@@ -139,7 +147,9 @@ class _OwnParts(ParallelStyle):
         """The parameters, by their module and name, and how each is divided."""
 
     def _own(self, module: nn.Module, count: int) -> Iterator[tuple[dict[str, Any], str, Any]]:
-        """The attributes that are of this process while the module computes, by the dict that has them and their name."""
+        """The attributes that are of this process while the module computes, by the dict that has them and
+        their name.
+        """
         for owner, name, _ in self._placed(module):
             parameter: Tensor = owner.get_parameter(name)
             if isinstance(parameter, DTensor):
@@ -170,10 +180,11 @@ class _Replicated(_OwnParts):
 
 
 class _ByHeads(_OwnParts):
-    """The style of an ``Attention``: a process has G / N key heads with their query heads, and gives the rows of the output projection
-    that read them, which ``RowwiseParallel`` adds up, their outputs.
+    """The style of an ``Attention``: a process has G / N key heads with their query heads, and gives the rows
+    of the output projection that read them, which ``RowwiseParallel`` adds up, their outputs.
 
-    Norms of queries and keys, which all heads share, are replicated: the gradient is the sum over the processes.
+    Norms of queries and keys, which all heads share, are replicated: the gradient is the sum over the
+    processes.
     """
 
     def _placed(self, module: nn.Module) -> Iterator[tuple[nn.Module, str, Placement]]:
@@ -200,7 +211,8 @@ class _ByHeads(_OwnParts):
     def _part(self, parameter: DTensor) -> Tensor:
         if not parameter.placements[0].is_replicate():
             return parameter.to_local()
-        # The gradient that this process gives is that of its heads: going back through ``redistribute`` adds those of the others.
+        # The gradient that this process gives is that of its heads: going back through ``redistribute`` adds
+        # those of the others.
         return parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
     def _arguments(self, arguments: tuple[Any, ...], named: dict[str, Any], mesh: DeviceMesh) -> Any:
@@ -214,7 +226,9 @@ def _divided(batch_shape: tuple[int, ...], count: int) -> tuple[int, ...]:
 
 
 def _summed_gradient(x: Any, mesh: DeviceMesh) -> Any:
-    """The same hidden states; of their gradient the process computes the part that comes from its heads, which are added up."""
+    """The same hidden states; of their gradient the process computes the part that comes from its heads,
+    which are added up.
+    """
     if not (isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled()):
         return x
     whole = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
@@ -229,12 +243,14 @@ def _check_module(path: str, module: nn.Module) -> None:
     for name, parameter in module.named_parameters(recurse=False):
         if isinstance(parameter, DTensor):
             raise ConfigError(
-                f"the parameter {name} of {_named(path, module)} is a DTensor, divided already: divide by heads first, then call fully_shard"
+                f"the parameter {name} of {_named(path, module)} is a DTensor, divided already: divide by heads first, "
+                "then call fully_shard"
             )
     rate = module.p if isinstance(module, nn.Dropout) else module.dropout if isinstance(module, Attention) else 0.0
     if rate > 0:
         raise ConfigError(
-            f"{_named(path, module)} has dropout {rate}: processes with the same tokens would draw different masks; set dropout to 0"
+            f"{_named(path, module)} has dropout {rate}: processes with the same tokens would draw different masks; "
+            "set dropout to 0"
         )
 
 
@@ -242,12 +258,14 @@ def _check_attention(path: str, module: AttentionLayer, count: int) -> None:
     name = _named(path, module)
     if not isinstance(module, Attention):
         raise ConfigError(
-            f"{name} cannot be divided by heads: only Attention can, of a scoring and a layout; keep it out of the model, or train with FSDP"
+            f"{name} cannot be divided by heads: only Attention can, of a scoring and a layout; keep it out of the "
+            "model, or train with FSDP"
         )
     _check_linears(name, {"value_proj": module.value_proj, "out_proj": module.out_proj})
     if module.num_kv_heads % count:
         raise ConfigError(
-            f"the num_kv_heads of {name} must be a multiple of the processes: got {module.num_kv_heads} key heads and {count} processes; "
+            f"the num_kv_heads of {name} must be a multiple of the processes: got {module.num_kv_heads} key heads and "
+            f"{count} processes; "
             "choose fewer processes, or more key heads"
         )
 
@@ -257,7 +275,8 @@ def _check_mlp(path: str, module: MLP, count: int) -> None:
     _check_linears(name, {"up": module.up, "down": module.down})
     if module.up.out_features % count:
         raise ConfigError(
-            f"the hidden features of {name} must be a multiple of the processes: got {module.up.out_features} features and {count} "
+            f"the hidden features of {name} must be a multiple of the processes: got {module.up.out_features} features "
+            f"and {count} "
             "processes; choose another number of processes, or another ratio"
         )
 
@@ -266,7 +285,8 @@ def _check_linears(name: str, linears: dict[str, nn.Module]) -> None:
     for own, linear in linears.items():
         if type(linear) is not nn.Linear:
             raise ConfigError(
-                f"{own} of {name} must be an nn.Linear to be divided, got {type(linear).__name__}, whose factors belong to all of its features"
+                f"{own} of {name} must be an nn.Linear to be divided, got {type(linear).__name__}, whose factors "
+                "belong to all of its features"
             )
 
 

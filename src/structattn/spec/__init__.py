@@ -1,4 +1,6 @@
-"""Text forms and the objects that they are of, such as ``mlr:32|16|8|8+window:512``; importing it fills ``text_forms``."""
+"""Text forms and the objects that they are of, such as ``mlr:32|16|8|8+window:512``; importing it fills
+``text_forms``.
+"""
 
 from structattn import text_forms
 from structattn.layers.attention_spec import AttentionSpec

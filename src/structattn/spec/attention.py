@@ -111,15 +111,18 @@ def _bilinear(name: str) -> Form:
 
 
 _MLR = (
-    "MLR attention: near pairs share more levels; ranks sum to the feature dimension, block sizes are halved; with values the value "
+    "MLR attention: near pairs share more levels; ranks sum to the feature dimension, block sizes are halved; with "
+    "values the value "
     "dimensions are shared by level too"
 )
 _MLR_TEXT = (
-    "MLR attention whose levels are the whole text and then its units, paragraph, line and word unless UNITs are given; for language "
+    "MLR attention whose levels are the whole text and then its units, paragraph, line and word unless UNITs are "
+    "given; for language "
     "models"
 )
 _SLIDING = (
-    "attention whose levels slide: a pair shares a level where its distance is below the window of the level; W: windows, - for no limit; "
+    "attention whose levels slide: a pair shares a level where its distance is below the window of the level; W: "
+    "windows, - for no limit; "
     "ranks sum to the feature dimension; with values the value dimensions are shared by level too"
 )
 _OWN_SCORING = ("btt", "mlr")
@@ -128,7 +131,8 @@ FORMS: dict[str, Form] = {
     "standard": Form(
         "standard[:HEADS][,kv_heads=G]",
         "standard:1",
-        "softmax attention; HEADS overrides the heads of the model, G those of keys and values: G = 1 is multi-query attention",
+        "softmax attention; HEADS overrides the heads of the model, G those of keys and values: G = 1 is multi-query "
+        "attention",
         value=optional("num_heads", positive),
         options={"kv_heads": positive, "rank": positive, **_SCORING},
         make=_standard,
@@ -187,8 +191,8 @@ GROUP = "structattn.attention"
 def add_form(name: str, form: Form) -> None:
     """Adds a form, such as that of a ``CustomAttention``, for every reader of specs in this process.
 
-    Other processes, such as those of ``compare --jobs``, do not see it: declare an entry point of the group ``structattn.attention``, or call
-    this at the import of a module that ``STRUCTATTN_IMPORT`` names.
+    Other processes, such as those of ``compare --jobs``, do not see it: declare an entry point of the group
+    ``structattn.attention``, or call this at the import of a module that ``STRUCTATTN_IMPORT`` names.
 
     Args:
         name: before the colon.
@@ -208,7 +212,9 @@ def add_form(name: str, form: Form) -> None:
 
 
 def all_forms() -> dict[str, Form]:
-    """Every form that this process can read, by name, those of installed packages too; a warning says why one of them is left out."""
+    """Every form that this process can read, by name, those of installed packages too; a warning says why one
+    of them is left out.
+    """
     extensions.import_modules()
     for name in extensions.installed(GROUP):
         try:
@@ -229,7 +235,8 @@ def _installed(name: str) -> Form:
 
 
 def _form(name: str) -> Form:
-    """The form of a name. What is not known is looked for in modules that the environment names, then in installed packages.
+    """The form of a name. What is not known is looked for in modules that the environment names, then in
+    installed packages.
 
     Raises:
         NotRegisteredError: there is none, or what should define it cannot be imported.
@@ -277,7 +284,8 @@ def parse_spec(text: str) -> AttentionSpec:
     check_type("an attention spec", text, str, _TEXT)
     if text.lstrip().startswith("["):
         raise ConfigError(
-            f"attention spec {quoted(text)} is a list, one spec per layer: give it to a whole model, or one of its specs to one layer"
+            f"attention spec {quoted(text)} is a list, one spec per layer: give it to a whole model, or one of its "
+            "specs to one layer"
         )
     fields: dict[str, Any] = {}
     for term in text.strip().split("+"):
@@ -294,7 +302,9 @@ def parse_spec(text: str) -> AttentionSpec:
 
 
 def describe_spec(text: str) -> str:
-    """What a spec means, in words: the meaning of each of its terms with its numbers, for tables and reports."""
+    """What a spec means, in words: the meaning of each of its terms with its numbers, for tables and
+    reports.
+    """
     check_type("an attention spec", text, str, _TEXT)
     return "; and ".join(filter(None, map(_in_words, text.split("+"))))
 

@@ -5,7 +5,8 @@
     KEY=VALUE                       an assignment
     A,B,...                         a list, whose commas are outside of brackets
 
-Readers of a single word raise ``ConfigError`` with only the problem; ``reading`` adds the whole text and its form.
+Readers of a single word raise ``ConfigError`` with only the problem; ``reading`` adds the whole text and its
+form.
 """
 
 from __future__ import annotations
@@ -151,7 +152,9 @@ def number(text: str) -> float:
 
 
 def plain_number(text: str, kind: Callable[[str], Number]) -> Number:
-    """A number as people write it, with a sign if it has one; not ``1_000`` or digits of other scripts, which ``int`` and ``float`` read."""
+    """A number as people write it, with a sign if it has one; not ``1_000`` or digits of other scripts, which
+    ``int`` and ``float`` read.
+    """
     try:
         if "_" in text or not text.isascii():
             raise ValueError

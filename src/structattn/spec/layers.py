@@ -1,4 +1,5 @@
-"""The text form of the attention of a whole model: one spec for all layers, or a list that is repeated over them.
+"""The text form of the attention of a whole model: one spec for all layers, or a list that is repeated over
+them.
 
     mlr:32|16|8|8        [standard,window:128,window:128]        [mlr:32|32,scaling=paper,window:128]
 
@@ -89,7 +90,8 @@ class LayerSpecs:
         check_size("num_layers", num_layers, MAX_LAYERS)
         if len(self.pattern) > num_layers:
             raise ConfigError(
-                f"attention specs {self}: {len(self.pattern)} specs for {num_layers} layers, so that some would not be used: give "
+                f"attention specs {self}: {len(self.pattern)} specs for {num_layers} layers, so that some would not be "
+                "used: give "
                 "at most as many as layers"
             )
         return tuple(self.pattern[layer % len(self.pattern)] for layer in range(num_layers))

@@ -1,4 +1,6 @@
-"""The text form of rotary positions: ``low_far``, ``interleaved,base=500000,ntk=4``; and of their scaling: ``yarn=4@8192``."""
+"""The text form of rotary positions: ``low_far``, ``interleaved,base=500000,ntk=4``; and of their scaling:
+``yarn=4@8192``.
+"""
 
 from __future__ import annotations
 

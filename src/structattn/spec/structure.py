@@ -23,7 +23,8 @@ def _term(text: str) -> BlockTerm:
     found = re.fullmatch("([1-9][0-9]*)x([1-9][0-9]*)x([1-9][0-9]*)(s?)", text)
     if found is None:
         raise ConfigError(
-            f"expected terms BxCxF, and after them s for the stride permutation, such as 1x1x8|16x16x256s, got {quoted(text)}"
+            "expected terms BxCxF, and after them s for the stride permutation, such as 1x1x8|16x16x256s, got "
+            f"{quoted(text)}"
         )
     kind = "stride" if found[4] else "identity"
     return BlockTerm(

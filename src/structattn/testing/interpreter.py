@@ -10,7 +10,8 @@ from unittest.mock import patch
 
 @contextmanager
 def quick_interpreter() -> Iterator[None]:
-    """Lets Triton's interpreter replace ``triton.language`` once per launch; by itself it looks for what to replace at every call of a function.
+    """Lets Triton's interpreter replace ``triton.language`` once per launch; by itself it looks for what to
+    replace at every call of a function.
 
     Does nothing where the interpreter is not imported, or is another version of it.
     """

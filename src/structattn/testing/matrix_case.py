@@ -1,4 +1,6 @@
-"""The inherited test case of structured matrices: a structure supplies ``make`` and a loop-written ``dense``."""
+"""The inherited test case of structured matrices: a structure supplies ``make`` and a loop-written
+``dense``.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,9 @@ def contract(m: StructuredMatrix, order: Order, x: Tensor, y: Tensor) -> Tensor:
 class MatrixCase(ABC):
     """Subclass it as ``class TestX(MatrixCase)`` and pytest runs everything below against ``dense``.
 
-    ``shapes`` are (num_rows, num_cols); ``make(rows, cols, **options)`` builds a matrix, with ``batch_shape`` among the options;
-    ``dense(m)`` builds *batch_shape, rows, cols from its parameters by loops from the definition, and ``expected_params`` counts them.
+    ``shapes`` are (num_rows, num_cols); ``make(rows, cols, **options)`` builds a matrix, with ``batch_shape``
+    among the options; ``dense(m)`` builds *batch_shape, rows, cols from its parameters by loops from the
+    definition, and ``expected_params`` counts them.
     """
 
     shapes: tuple[tuple[int, int], ...] = ((12, 8), (8, 12), (16, 16))
@@ -72,7 +75,9 @@ class MatrixCase(ABC):
             assert_close(m.to_dense(), self.dense(m))
 
     def test_products(self) -> None:
-        """``matmul``, ``rmatmul`` and ``bilinear`` are those of the dense matrix, shared and separate inputs."""
+        """``matmul``, ``rmatmul`` and ``bilinear`` are those of the dense matrix, shared and separate
+        inputs.
+        """
         for m in self.cases():
             d = self.dense(m)
             for lead in ((), (4,), (5, *(1,) * len(m.batch_shape)), (5, *m.batch_shape)):
@@ -113,7 +118,9 @@ class MatrixCase(ABC):
                 assert_close(product(2 * x + y), 2 * product(x) + product(y))
 
     def test_gradcheck(self) -> None:
-        """Finite differences agree, for the vectors of both products and for every parameter; second derivatives too."""
+        """Finite differences agree, for the vectors of both products and for every parameter; second
+        derivatives too.
+        """
         rows, cols = min(self.shapes, key=lambda shape: shape[0] * shape[1])
         m = self.make(rows, cols, batch_shape=(2,)).double()
         y = torch.randn(2, 2, cols, dtype=torch.float64, requires_grad=True)
@@ -195,7 +202,9 @@ class MatrixCase(ABC):
         assert relative_error(half.matmul(y.bfloat16()), rounded) < 4 * FORWARD[torch.bfloat16]
 
     def test_contraction_is_the_cheapest(self) -> None:
-        """Every order executes the FLOPs that ``contraction`` says, and ``bilinear`` those of the cheapest."""
+        """Every order executes the FLOPs that ``contraction`` says, and ``bilinear`` those of the
+        cheapest.
+        """
         for m in self.cases()[:6]:  # two shapes
             meta = m.to("meta")
             for t, s in ((1, 1), (1, 100), (100, 1), (64, 64)):

@@ -8,7 +8,8 @@ from torch import Tensor
 FORWARD = {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 GRADIENT = {torch.float64: 1e-10, torch.float32: 5e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 
-# Relative errors in float64, or absolute ones of numbers near 1, where a test computes no tensor to compare with.
+# Relative errors in float64, or absolute ones of numbers near 1, where a test computes no tensor to compare
+# with.
 ROUNDING = 1e-14  # the same few operations in another order
 ROUNDINGS = 1e-13  # many of them
 COMPUTED = 1e-12  # sums of many products, and what is solved in closed form
@@ -23,7 +24,9 @@ VISIBLE = {torch.float64: 1e-9, torch.float32: 1e-6}  # a lower bound: a change 
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """||actual - expected|| / ||expected|| in float64; the absolute error where ``expected`` is zero; inf for a NaN."""
+    """||actual - expected|| / ||expected|| in float64; the absolute error where ``expected`` is zero; inf for
+    a NaN.
+    """
     actual, expected = actual.detach().double(), expected.detach().double()
     if actual.shape != expected.shape or not bool(actual.isfinite().all()):
         return float("inf")

@@ -1,7 +1,8 @@
-"""structattn in Chronos: structured self-attention in its T5, with the relative position bias kept, and Chronos' own pipeline around it.
+"""structattn in Chronos: structured self-attention in its T5, with the relative position bias kept, and
+Chronos' own pipeline around it.
 
-Importing this registers ``structattn_t5`` with the Auto classes, so that ``ChronosPipeline.from_pretrained`` knows it. See
-``docs/chronos.md``.
+Importing this registers ``structattn_t5`` with the Auto classes, so that ``ChronosPipeline.from_pretrained``
+knows it. See ``docs/chronos.md``.
 """
 
 from __future__ import annotations

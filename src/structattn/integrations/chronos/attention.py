@@ -1,4 +1,6 @@
-"""The attention of a structurized T5: structured in self-attention, transformers' own in cross attention, and masks for both."""
+"""The attention of a structurized T5: structured in self-attention, transformers' own in cross attention, and
+masks for both.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +45,18 @@ class T5Mask:
     has_holes: bool
 
     def bias(self, position_bias: Tensor) -> Tensor:
-        """The position bias, (1 or B, H, T, S), with -inf at the keys of holes; padding is given to the op by its count."""
+        """The position bias, (1 or B, H, T, S), with -inf at the keys of holes; padding is given to the op by
+        its count.
+        """
         if not self.has_holes:
             return position_bias
         assert self.real is not None
         return position_bias.masked_fill(~self.real.to(position_bias.device)[:, None, None, :], -torch.inf)
 
     def dense(self) -> Tensor | None:
-        """(B, 1, T, S) bool, true where a pair is visible, as the attention of transformers takes it; not causal."""
+        """(B, 1, T, S) bool, true where a pair is visible, as the attention of transformers takes it; not
+        causal.
+        """
         if self.real is None:
             return None
         return self.real[:, None, None, :].expand(-1, 1, self.num_queries, -1)
@@ -66,7 +72,8 @@ def t5_mask(
     attention_mask: Tensor | None = None,
     **_: Any,
 ) -> T5Mask:
-    """The mask function of a structurized T5: as ``structured_mask``, causal or bidirectional, and keys may be hidden anywhere.
+    """The mask function of a structurized T5: as ``structured_mask``, causal or bidirectional, and keys may
+    be hidden anywhere.
 
     Raises:
         ConfigError: another mask function, or a cache that returns other keys than all so far.
@@ -76,12 +83,14 @@ def t5_mask(
     is_causal = mask_function is causal_mask_function
     if not is_causal and mask_function is not bidirectional_mask_function:
         raise ConfigError(
-            f"structured attention in T5 knows causal and bidirectional masks, got {mask_function!r}: packed sequences and custom masks "
+            f"structured attention in T5 knows causal and bidirectional masks, got {mask_function!r}: packed sequences "
+            "and custom masks "
             "are not supported"
         )
     if is_causal and (isinstance(q_offset, Tensor) or kv_offset != 0 or kv_length != q_offset + q_length):
         raise ConfigError(
-            f"structured attention needs all keys in order, and this cache returns {kv_length} keys from position {kv_offset} on for "
+            f"structured attention needs all keys in order, and this cache returns {kv_length} keys from position "
+            f"{kv_offset} on for "
             f"{q_length} queries: leave cache_implementation away"
         )
     real, left, has_holes = None, None, False
@@ -101,12 +110,14 @@ def _checked(attention_mask: object, query: Tensor, key: Tensor) -> T5Mask:
     if not isinstance(attention_mask, T5Mask):
         got = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else attention_mask
         raise ConfigError(
-            f"structured attention in T5 takes padding masks of shape (batch, tokens), and an attention got {got}: own 4-dimensional "
+            f"structured attention in T5 takes padding masks of shape (batch, tokens), and an attention got {got}: own "
+            "4-dimensional "
             "masks are not supported"
         )
     if (attention_mask.num_queries, attention_mask.num_keys) != (query.shape[2], key.shape[2]):
         raise ConfigError(
-            f"the mask was made for {attention_mask.num_queries} queries and {attention_mask.num_keys} keys, and the attention got "
+            f"the mask was made for {attention_mask.num_queries} queries and {attention_mask.num_keys} keys, and the "
+            "attention got "
             f"{query.shape[2]} and {key.shape[2]}: a static cache is not supported"
         )
     return attention_mask

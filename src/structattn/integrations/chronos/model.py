@@ -1,4 +1,6 @@
-"""``structurize``: structured self-attention in a T5 of Chronos, weights kept, and the classes that save and reload it."""
+"""``structurize``: structured self-attention in a T5 of Chronos, weights kept, and the classes that save and
+reload it.
+"""
 
 from __future__ import annotations
 
@@ -72,10 +74,12 @@ class StructAttnT5Config(T5Config):  # type: ignore[misc]
 
 
 class StructAttnT5ForConditionalGeneration(StructuredModelMixin, T5ForConditionalGeneration):  # type: ignore[misc]
-    """T5 whose self-attention, of the encoder and of the decoder, has the structure of its config; cross attention is plain.
+    """T5 whose self-attention, of the encoder and of the decoder, has the structure of its config; cross
+    attention is plain.
 
-    Scores keep T5's scale of 1 and its relative position bias. The decoder's cache keeps all keys: Chronos decodes tens of tokens, and
-    a compressed cache takes no bias. ``structurize`` and ``new_pipeline`` make the config.
+    Scores keep T5's scale of 1 and its relative position bias. The decoder's cache keeps all keys: Chronos
+    decodes tens of tokens, and a compressed cache takes no bias. ``structurize`` and ``new_pipeline`` make
+    the config.
 
     Raises:
         ConfigError: the specs do not fit, or another attention implementation is asked for.
@@ -96,7 +100,8 @@ class StructAttnT5ForConditionalGeneration(StructuredModelMixin, T5ForConditiona
             )
 
     def _prepare_cache_for_generation(self, *args: Any, **kwargs: Any) -> None:
-        # The cache of transformers, whose keys are all there: not the level caches of StructuredModelMixin, which take no bias.
+        # The cache of transformers, whose keys are all there: not the level caches of StructuredModelMixin,
+        # which take no bias.
         GenerationMixin._prepare_cache_for_generation(self, *args, **kwargs)
 
     def flops(self, num_inputs: int, num_outputs: int) -> int:
@@ -179,26 +184,29 @@ def structurize(
     encoder_length: int | None = None,
     decoder_length: int | None = None,
 ) -> StructAttnT5ForConditionalGeneration:
-    """Puts structured self-attention into a T5, such as that of a Chronos pipeline; its weights and position biases are kept.
+    """Puts structured self-attention into a T5, such as that of a Chronos pipeline; its weights and position
+    biases are kept.
 
-    With one level, forecasts are unchanged up to rounding. With several, pairs in one block of the deepest level keep their
-    scores, and farther ones lose the dimensions of the levels that they do not share: fine-tune the model.
+    With one level, forecasts are unchanged up to rounding. With several, pairs in one block of the deepest
+    level keep their scores, and farther ones lose the dimensions of the levels that they do not share:
+    fine-tune the model.
 
     Args:
         model: it is changed in place, so that a pipeline around it (``pipeline.inner_model``) is too.
-        spec: a layout and a window, such as ``"mlr:32|16|8|8"`` or ``"window:64"``, or a list that is repeated over the layers, such as
-            ``"[standard,window:64]"``.
+        spec: a layout and a window, such as ``"mlr:32|16|8|8"`` or ``"window:64"``, or a list that is
+            repeated over the layers, such as ``"[standard,window:64]"``.
         decoder_spec: of the decoder. Default: the same, with blocks halved from the decoder's own length.
-        encoder_length: tokens from which the encoder's blocks are halved. Default: Chronos' context length plus one.
+        encoder_length: tokens from which the encoder's blocks are halved. Default: Chronos' context length
+            plus one.
         decoder_length: likewise for the decoder. Default: Chronos' prediction length plus one.
 
     Returns:
-        The model, now a ``StructAttnT5ForConditionalGeneration``. ``save_pretrained`` keeps the structure; ``load_pipeline`` and
-        ``ChronosPipeline.from_pretrained`` restore it.
+        The model, now a ``StructAttnT5ForConditionalGeneration``. ``save_pretrained`` keeps the structure;
+        ``load_pipeline`` and ``ChronosPipeline.from_pretrained`` restore it.
 
     Raises:
-        ConfigError: the model is not a T5 of transformers, or is structurized already; the spec asks for other weights; ranks do not sum to
-            ``d_kv``; no length is known.
+        ConfigError: the model is not a T5 of transformers, or is structurized already; the spec asks for
+            other weights; ranks do not sum to ``d_kv``; no length is known.
     """
     if type(model) is not T5ForConditionalGeneration:
         hint = (

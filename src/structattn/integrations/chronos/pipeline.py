@@ -36,7 +36,8 @@ def _checked_settings(config: PreTrainedConfig) -> ChronosConfig:
     is_tokenizer = isinstance(tokenizer, type) and issubclass(tokenizer, ChronosTokenizer)
     if settings.get("model_type") != "seq2seq" or not is_tokenizer:
         raise ConfigError(
-            f"expected a seq2seq Chronos model with one of its tokenizers, got model_type {quoted(settings.get('model_type'))} and "
+            "expected a seq2seq Chronos model with one of its tokenizers, got model_type "
+            f"{quoted(settings.get('model_type'))} and "
             f"tokenizer_class {quoted(settings.get('tokenizer_class'))}"
         )
     for name in ("context_length", "prediction_length", "n_tokens"):
@@ -139,15 +140,17 @@ def new_pipeline(spec: str, *, decoder_spec: str | None = None, **sizes: Any) ->
 
     Args:
         spec, decoder_spec: see ``structurize``.
-        **sizes: ``context_length`` and ``prediction_length``, steps of the series (no defaults); ``num_tokens`` 4096 of the tokenizer
-            ``MeanScaleUniformBins`` between the ``limits`` (-15, 15), in units of a series' mean absolute value; ``num_samples`` 20;
-            ``embed_dim`` 512, ``num_heads`` 8, ``head_dim`` 64, ``mlp_dim`` 2048, ``num_layers`` 6 of the encoder and as many of the
-            decoder, ``dropout`` 0.1: those of Chronos-T5 small.
+        **sizes: ``context_length`` and ``prediction_length``, steps of the series (no defaults);
+            ``num_tokens`` 4096 of the tokenizer ``MeanScaleUniformBins`` between the ``limits`` (-15, 15), in
+            units of a series' mean absolute value; ``num_samples`` 20; ``embed_dim`` 512, ``num_heads`` 8,
+            ``head_dim`` 64, ``mlp_dim`` 2048, ``num_layers`` 6 of the encoder and as many of the decoder,
+            ``dropout`` 0.1: those of Chronos-T5 small.
 
     Raises:
         ConfigError: a size is out of its range, or the spec does not fit.
 
-    Source: the architecture, tokenizer and sampling are those of Ansari et al. 2024, "Chronos: Learning the Language of Time Series".
+    Source: the architecture, tokenizer and sampling are those of Ansari et al. 2024, "Chronos: Learning the
+        Language of Time Series".
 
     Example:
         >>> pipeline = new_pipeline("mlr:4|2|2", context_length=64, prediction_length=8, num_tokens=64,
@@ -159,7 +162,8 @@ def new_pipeline(spec: str, *, decoder_spec: str | None = None, **sizes: Any) ->
 
 
 def load_pipeline(folder: str | Path, **options: Any) -> ChronosPipeline:
-    """A Chronos T5 pipeline from a folder with ``config.json`` and ``model.safetensors``, structured or plain; pickles are never read.
+    """A Chronos T5 pipeline from a folder with ``config.json`` and ``model.safetensors``, structured or
+    plain; pickles are never read.
 
     Args:
         folder: where ``pipeline.inner_model.save_pretrained`` wrote.
@@ -178,14 +182,16 @@ def load_pipeline(folder: str | Path, **options: Any) -> ChronosPipeline:
         config = AutoConfig.from_pretrained(folder)
     except Exception as error:  # transformers raises what the contents of the file make it raise
         raise ConfigError(
-            f"{Path(folder) / 'config.json'}: expected the config of a Chronos T5, got one that transformers cannot read: "
+            f"{Path(folder) / 'config.json'}: expected the config of a Chronos T5, got one that transformers cannot "
+            "read: "
             f"{(str(error).strip().splitlines() or [type(error).__name__])[0]}"
         ) from error
     if isinstance(config, StructAttnT5Config):
         return pipeline_around(StructAttnT5ForConditionalGeneration.from_pretrained(folder, **options).eval())
     if type(config) is not T5Config:
         raise ConfigError(
-            f"{folder} holds a {config.model_type} model: expected a Chronos T5, such as chronos-t5-small (Chronos-Bolt and Chronos-2 "
+            f"{folder} holds a {config.model_type} model: expected a Chronos T5, such as chronos-t5-small "
+            "(Chronos-Bolt and Chronos-2 "
             "are other architectures)"
         )
     for name in ("d_model", "d_kv", "d_ff", "num_heads", "num_layers"):

@@ -1,6 +1,8 @@
-"""structattn in neuralforecast: the model ``StructTransformer``, and ``AutoStructTransformer`` for hyperparameter search.
+"""structattn in neuralforecast: the model ``StructTransformer``, and ``AutoStructTransformer`` for
+hyperparameter search.
 
-Importing this registers both with ``NeuralForecast.save`` and ``load``: import it before loading. See ``docs/neuralforecast.md``.
+Importing this registers both with ``NeuralForecast.save`` and ``load``: import it before loading. See
+``docs/neuralforecast.md``.
 """
 
 from structattn.integrations.neuralforecast.model import AutoStructTransformer, StructTransformer  # isort: skip (first: it names a missing neuralforecast)

@@ -30,17 +30,18 @@ _POLARS_UNITS = {
 def check_frame(
     df: Any, freq: str | int, *, id_col: str = "unique_id", time_col: str = "ds", target_col: str = "y"
 ) -> None:
-    """Checks what neuralforecast assumes of a frame and does not check: without it, a model trains on wrong windows.
+    """Checks what neuralforecast assumes of a frame and does not check: without it, a model trains on wrong
+    windows.
 
-    It looks for missing columns, values that are not numbers, rows without an id or a time, rows of one series with the same time,
-    and steps between rows other than ``freq`` (gaps, times off the grid or another frequency). Unequal lengths, starts and
-    ends of series, and rows in any order, are fine.
+    It looks for missing columns, values that are not numbers, rows without an id or a time, rows of one
+    series with the same time, and steps between rows other than ``freq`` (gaps, times off the grid or another
+    frequency). Unequal lengths, starts and ends of series, and rows in any order, are fine.
 
     Args:
-        df: a pandas or polars DataFrame, one row per series and time; a column ``available_mask`` of 0 and 1 may mark rows that are only
-            there to fill. One of polars is copied to pandas.
-        freq: pandas offset (``"h"``, ``"MS"``) or, for a polars frame, polars offset (``"1h"``, ``"1mo"``), as neuralforecast takes it; an int
-            where times are ints.
+        df: a pandas or polars DataFrame, one row per series and time; a column ``available_mask`` of 0 and 1
+            may mark rows that are only there to fill. One of polars is copied to pandas.
+        freq: pandas offset (``"h"``, ``"MS"``) or, for a polars frame, polars offset (``"1h"``, ``"1mo"``),
+            as neuralforecast takes it; an int where times are ints.
         id_col, time_col, target_col: names of the columns.
 
     Raises:
@@ -56,7 +57,8 @@ def check_frame(
     missing = [name for name in (id_col, time_col, target_col) if name not in df.columns]
     if missing:
         raise DataError(
-            f"the frame has no column {', '.join(map(repr, missing))}; it has {', '.join(map(repr, df.columns))}: rename or pass id_col, "
+            f"the frame has no column {', '.join(map(repr, missing))}; it has {', '.join(map(repr, df.columns))}: "
+            "rename or pass id_col, "
             "time_col and target_col"
         )
     if df.empty:
@@ -87,7 +89,9 @@ def _from_polars(df: Any) -> pd.DataFrame:
 
 
 def _polars_offset(times: pd.Series, freq: str) -> Any:
-    """The pandas offset of one of polars, ``None`` for other text. Where all times end a month, so do the next ones."""
+    """The pandas offset of one of polars, ``None`` for other text. Where all times end a month, so do the
+    next ones.
+    """
     if not re.fullmatch(r"(\d{1,9}[a-z]+)+", freq):
         return None
     steps: Counter[str] = Counter()
@@ -118,7 +122,8 @@ def _offset(times: pd.Series, freq: str | int, time_col: str, *, is_polars: bool
         if isinstance(freq, str) and (offset := _polars_offset(times, freq)) is not None:
             return offset
         raise ConfigError(
-            f"{time_col} holds timestamps of polars, so freq must be a polars offset, such as '1h', '1d' or '1mo': got {freq!r}"
+            f"{time_col} holds timestamps of polars, so freq must be a polars offset, such as '1h', '1d' or '1mo': got "
+            f"{freq!r}"
         )
     if isinstance(freq, str):
         with contextlib.suppress(ValueError):
@@ -138,9 +143,11 @@ def _values(df: pd.DataFrame, columns: list[Any]) -> list[str]:
             continue
         bad = column.isna() | column.isin([float("inf"), float("-inf")])
         if bad.any():
-            # neuralforecast lets NaN pass where available_mask is 0, but most of its models compute with it all the same.
+            # neuralforecast lets NaN pass where available_mask is 0, but most of its models compute with it
+            # all the same.
             problems.append(
-                f"column {name!r} is not a finite number in {bad.sum()} rows, first at index {df.index[bad.to_numpy()][0]!r}: put in any "
+                f"column {name!r} is not a finite number in {bad.sum()} rows, first at index "
+                f"{df.index[bad.to_numpy()][0]!r}: put in any "
                 "number, and mark the rows by a column available_mask of 1 and, there, 0"
             )
         elif name == "available_mask" and not column.isin([0, 1]).all():
@@ -153,7 +160,8 @@ def _steps(df: pd.DataFrame, offset: Any, freq: str | int, id_col: str, time_col
     problems = []
     if (again := df.duplicated([id_col, time_col])).any():
         problems.append(
-            f"{again.sum()} rows have the {id_col} and {time_col} of another, first {_where(df[again].iloc[0], id_col, time_col)}: keep one, "
+            f"{again.sum()} rows have the {id_col} and {time_col} of another, first "
+            f"{_where(df[again].iloc[0], id_col, time_col)}: keep one, "
             "df.drop_duplicates (polars: unique), or their mean"
         )
         df = df[~again]
@@ -165,7 +173,8 @@ def _steps(df: pd.DataFrame, offset: Any, freq: str | int, id_col: str, time_col
     if wrong.any():
         row = df.iloc[:-1][follows].iloc[int(wrong.argmax())]
         problems.append(
-            f"{wrong.sum()} of {len(wrong)} steps are not {freq!r}, first after {_where(row, id_col, time_col)}, where {expected[wrong].iloc[0]} "
+            f"{wrong.sum()} of {len(wrong)} steps are not {freq!r}, first after {_where(row, id_col, time_col)}, where "
+            f"{expected[wrong].iloc[0]} "
             f"should follow, and {found[wrong].iloc[0]} does: "
             + (
                 "is this the frequency?"

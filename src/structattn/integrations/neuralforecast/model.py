@@ -28,30 +28,35 @@ WindowsBatch = Mapping[str, Tensor]
 
 
 class StructTransformer(BaseModel):  # type: ignore[misc]
-    """A neuralforecast model around ``Forecaster``: patches or single steps as tokens, structured attention among them.
+    """A neuralforecast model around ``Forecaster``: patches or single steps as tokens, structured attention
+    among them.
 
-    Univariate; several series are separate rows, as in PatchTST. Arguments that are not listed below are those of neuralforecast and
-    mean what they mean in its ``PatchTST``.
+    Univariate; several series are separate rows, as in PatchTST. Arguments that are not listed below are
+    those of neuralforecast and mean what they mean in its ``PatchTST``.
 
     Args:
         h: forecast steps.
         input_size: look-back steps; below 1 it is 3 h, with neuralforecast's warning.
-        attention: spec of the layers, such as ``"mlr:8|4|2|2"``, or a list ``"[standard,window:128]"``; ranks sum to the head
-            dimension. Blocks are halved from the number of tokens. Default ``"mlr:8|4|2|2"``, for heads of 16.
+        attention: spec of the layers, such as ``"mlr:8|4|2|2"``, or a list ``"[standard,window:128]"``; ranks
+            sum to the head dimension. Blocks are halved from the number of tokens. Default ``"mlr:8|4|2|2"``,
+            for heads of 16.
         patch_length: steps per token; 1 makes every step a token. Default 16.
         stride: steps between the starts of tokens. Default ``None``: half a patch, at least 1.
         embed_dim, num_layers, num_heads, dropout: of the trunk. Defaults 64, 2, 4, 0.1.
-        rotary: rotary positions as text (``"low_far"``, see ``Rotary.parse``). Default ``None``: learned positions.
+        rotary: rotary positions as text (``"low_far"``, see ``Rotary.parse``). Default ``None``: learned
+            positions.
         head_tokens: the number of last tokens that the head reads. Default ``None``: all.
-        instance_norm: centre every window on its last value, divide it by its standard deviation, and transform the forecast back, so that
-            steps that ``available_mask`` or padding marks as missing have no part in it. Default ``None``: yes, unless there is no
-            target in the input, or the loss does not take values of the series but parameters of a distribution, or the input of
-            an implicit quantile network (``IQLoss``).
+        instance_norm: centre every window on its last value, divide it by its standard deviation, and
+            transform the forecast back, so that steps that ``available_mask`` or padding marks as missing
+            have no part in it. Default ``None``: yes, unless there is no target in the input, or the loss
+            does not take values of the series but parameters of a distribution, or the input of an implicit
+            quantile network (``IQLoss``).
         loss: default ``None``: MAE.
         scaler_type: default ``None``: ``"identity"``, and ``"standard"`` with those losses.
 
     Raises:
-        ConfigError: the spec is unknown or does not fit the width, a patch is longer than the input, or an option is out of range.
+        ConfigError: the spec is unknown or does not fit the width, a patch is longer than the input, or an
+            option is out of range.
 
     Source: Nie et al. 2023 for the patches, Kuang et al. 2025 for the attention.
     """
@@ -124,7 +129,8 @@ class StructTransformer(BaseModel):  # type: ignore[misc]
                 raise ConfigError(
                     f"{name} must be a loss of neuralforecast.losses.pytorch or None, got {describe(given)}"
                 )
-        # These arguments are saved with the model under these names, so defaults are set before the base class reads them.
+        # These arguments are saved with the model under these names, so defaults are set before the base
+        # class reads them.
         loss = MAE() if loss is None else loss
         outputs_values = not (loss.is_distribution_output or isinstance(loss, IQLoss | HuberIQLoss))
         if scaler_type is None:
@@ -165,11 +171,13 @@ class StructTransformer(BaseModel):  # type: ignore[misc]
             raise ConfigError(f"attention must be a spec such as 'mlr:8|4|2|2', got {quoted(attention)}")
         if exclude_insample_y and not self.hist_exog_list + self.futr_exog_list + self.stat_exog_list:
             raise ConfigError(
-                "exclude_insample_y leaves the model nothing to read: name covariates in hist_exog_list, futr_exog_list or stat_exog_list"
+                "exclude_insample_y leaves the model nothing to read: name covariates in hist_exog_list, "
+                "futr_exog_list or stat_exog_list"
             )
         if instance_norm and (exclude_insample_y or not outputs_values):
             raise ConfigError(
-                "instance_norm puts the last value of the target back on the forecast: without the target, or with a loss for which the "
+                "instance_norm puts the last value of the target back on the forecast: without the target, or with a "
+                "loss for which the "
                 f"model puts out other numbers than values, leave it at None (loss {type(loss).__name__}, "
                 f"exclude_insample_y={exclude_insample_y})"
             )
@@ -206,14 +214,16 @@ class StructTransformer(BaseModel):  # type: ignore[misc]
 
 
 class AutoStructTransformer(BaseAuto):  # type: ignore[misc]
-    """Searches settings of ``StructTransformer``, with Ray Tune or Optuna, as the Auto models of neuralforecast do.
+    """Searches settings of ``StructTransformer``, with Ray Tune or Optuna, as the Auto models of
+    neuralforecast do.
 
     Args:
-        h, loss, valid_loss, search_alg, num_samples, refit_with_val, verbose, alias, backend, callbacks: see neuralforecast's
-            ``BaseAuto``; ``loss`` is MAE by default, ``backend`` ``"ray"``.
-        config: the search space: a dict of Ray's distributions, or with ``backend="optuna"`` a function of the trial. Default
-            ``None``: ``get_default_config(h, backend)``.
-        **options: further options of ``BaseAuto`` in the version at hand, such as ``ray_options`` and ``time_budget``.
+        h, loss, valid_loss, search_alg, num_samples, refit_with_val, verbose, alias, backend, callbacks: see
+            neuralforecast's ``BaseAuto``; ``loss`` is MAE by default, ``backend`` ``"ray"``.
+        config: the search space: a dict of Ray's distributions, or with ``backend="optuna"`` a function of
+            the trial. Default ``None``: ``get_default_config(h, backend)``.
+        **options: further options of ``BaseAuto`` in the version at hand, such as ``ray_options`` and
+            ``time_budget``.
     """
 
     default_config: ClassVar[dict[str, Any]] = {
@@ -269,7 +279,8 @@ class AutoStructTransformer(BaseAuto):  # type: ignore[misc]
 
     @classmethod
     def get_default_config(cls, h: int, backend: str, n_series: int | None = None) -> Any:
-        """The search space for a horizon: patches that fit in the shortest input; a dict, or for Optuna a function of the trial.
+        """The search space for a horizon: patches that fit in the shortest input; a dict, or for Optuna a
+        function of the trial.
 
         Args:
             h: forecast steps; inputs are multiples of them.

@@ -42,8 +42,8 @@ class Fit:
 
     Attributes:
         matrix: of the structure, dtype and device that were asked for.
-        relative_error: ||M - dense|| / ||dense|| in the Frobenius norm, of that very matrix, over the whole batch (of a zero
-            matrix: the absolute error).
+        relative_error: ||M - dense|| / ||dense|| in the Frobenius norm, of that very matrix, over the whole
+            batch (of a zero matrix: the absolute error).
         initial_error: the same before refinement, in float64.
         method: what found it, in words.
         is_optimal: no matrix of the structure is nearer (the solver is provably optimal).
@@ -75,19 +75,21 @@ def fit(
 ) -> Fit:
     """The matrix of the given structure that is nearest to a dense matrix, in the Frobenius norm.
 
-    Dense: a copy. Low rank: truncated SVD. Kronecker: SVD after Van Loan's rearrangement. BTT, Monarch: an SVD of every block
-    (all four optimal). MLR and MLBTC: block coordinate descent, each term in turn solved exactly given the others, until
-    sweeps no longer improve. Butterfly: hierarchical factorisation, exact for butterflies. Kaleidoscope: from the butterfly. These
-    four are then refined by L-BFGS on all parameters.
+    Dense: a copy. Low rank: truncated SVD. Kronecker: SVD after Van Loan's rearrangement. BTT, Monarch: an
+    SVD of every block (all four optimal). MLR and MLBTC: block coordinate descent, each term in turn solved
+    exactly given the others, until sweeps no longer improve. Butterfly: hierarchical factorisation, exact for
+    butterflies. Kaleidoscope: from the butterfly. These four are then refined by L-BFGS on all parameters.
 
     Args:
-        dense: (num_rows, num_cols), or (*batch_shape, num_rows, num_cols) for a batch; a tensor, an array or nested lists.
-            Real and finite, of any magnitude (it is scaled for the work).
-        like: what to fit: a ``Structure`` or its text, or a matrix. A matrix gives structure, dtype and device; it is left as
-            it is, and the result is never further from ``dense`` than its current weights are.
+        dense: (num_rows, num_cols), or (*batch_shape, num_rows, num_cols) for a batch; a tensor, an array or
+            nested lists. Real and finite, of any magnitude (it is scaled for the work).
+        like: what to fit: a ``Structure`` or its text, or a matrix. A matrix gives structure, dtype and
+            device; it is left as it is, and the result is never further from ``dense`` than its current
+            weights are.
         refine: L-BFGS iterations (0: none). Default: 0 where the solver is optimal, else 100.
-        seed: of every random number: the start of structures without a solver, and the small perturbation with which
-            refinement leaves stationary points. Same seed, same result; the global generator is left as it is.
+        seed: of every random number: the start of structures without a solver, and the small perturbation
+            with which refinement leaves stationary points. Same seed, same result; the global generator is
+            left as it is.
         progress: show a bar (needs tqdm, of the extra ``train``).
 
     Returns:
@@ -95,10 +97,10 @@ def fit(
 
     Raises:
         ShapeError: ``dense`` has another shape than ``like``.
-        DataError: ``dense`` holds NaN or infinity; the first position is named. Or it is complex or not numeric; or the nearest
-            matrix does not fit into ``like``'s dtype.
-        ConfigError: ``like`` shares right factors or caps them (``rms_cap``), so a nearest matrix has no separate factors;
-            or the structure does not exist at this size.
+        DataError: ``dense`` holds NaN or infinity; the first position is named. Or it is complex or not
+            numeric; or the nearest matrix does not fit into ``like``'s dtype.
+        ConfigError: ``like`` shares right factors or caps them (``rms_cap``), so a nearest matrix has no
+            separate factors; or the structure does not exist at this size.
 
     Cost: an SVD per block, all work in float64; refinement forms the dense matrix at every step.
 
@@ -140,7 +142,8 @@ def _fit_all(like: StructuredMatrix, target: Tensor, refine: int | None, seed: i
     before, after = matrix_errors(like, target), matrix_errors(result, target)
     if not bool(after.isfinite().all()):
         raise DataError(
-            f"fit: the nearest matrix has numbers that {next(like.parameters()).dtype} cannot hold (the largest of the given "
+            f"fit: the nearest matrix has numbers that {next(like.parameters()).dtype} cannot hold (the largest of the "
+            "given "
             f"ones is {float(target.abs().max()):.3g}); scale the matrix down, or fit in float64"
         )
     with torch.no_grad():
@@ -181,7 +184,9 @@ def squared_error(m: StructuredMatrix, target: Tensor) -> float:
 
 
 def _fit_one(one: Any, target: Tensor, solver: _Solver, steps: int, seed: int, tick: Tick) -> tuple[float, bool]:
-    """Solves, refines, scales, keeps the best; returns the squared error before refinement and whether there was any."""
+    """Solves, refines, scales, keeps the best; returns the squared error before refinement and whether there
+    was any.
+    """
     given, given_error = copy.deepcopy(one.state_dict()), squared_error(one, target)
     with torch.no_grad():
         solver.solve(one, target, tick)
@@ -199,7 +204,9 @@ def _fit_one(one: Any, target: Tensor, solver: _Solver, steps: int, seed: int, t
 
 @torch.no_grad()
 def _scale_best(m: StructuredMatrix, target: Tensor) -> None:
-    """Multiplies M by the number that brings it nearest to the target: then it is never worse than no matrix at all."""
+    """Multiplies M by the number that brings it nearest to the target: then it is never worse than no matrix
+    at all.
+    """
     dense = m.to_dense()
     size = float(dense.square().sum())
     if size > 0:
@@ -207,13 +214,15 @@ def _scale_best(m: StructuredMatrix, target: Tensor) -> None:
 
 
 def refine_matrix(m: StructuredMatrix, target: Tensor, steps: int, seed: int, tick: Tick | None = None) -> None:
-    """Lowers ||M - target|| by L-BFGS on all parameters, in place; the best parameters met are kept, the first included.
+    """Lowers ||M - target|| by L-BFGS on all parameters, in place; the best parameters met are kept, the
+    first included.
 
     Args:
         m: one float64 matrix.
         target: (num_rows, num_cols).
         steps: iterations.
-        seed: of the perturbation, a thousandth of every parameter's scale, that starts it off stationary points.
+        seed: of the perturbation, a thousandth of every parameter's scale, that starts it off stationary
+            points.
         tick: called with a word and the relative error after every evaluation.
     """
     parameters = list(m.parameters())
@@ -302,7 +311,9 @@ def _descend(m: BlockTermSum, target: Tensor, tick: Tick) -> None:
 
 
 def _kaleidoscope_start(m: Kaleidoscope, target: Tensor, tick: Tick) -> None:
-    """One butterfly fitted to the target, every other one the identity, if an end of the chain has the target's shape."""
+    """One butterfly fitted to the target, every other one the identity, if an end of the chain has the
+    target's shape.
+    """
     butterflies = m.butterflies
     ends = []
     if m.num_cols == m.inner_size:

@@ -17,7 +17,8 @@ _EXACT = 1e-14  # a relative error that float64 cannot improve
 
 
 def split_svd(blocks: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """The best rank-``rank`` factors U Vᵀ of each block, singular values shared evenly; zeros beyond the sides.
+    """The best rank-``rank`` factors U Vᵀ of each block, singular values shared evenly; zeros beyond the
+    sides.
 
     Args:
         blocks: (..., A, D).
@@ -41,8 +42,8 @@ def split_svd(blocks: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 def nearest_kronecker(m: Kronecker, dense: Tensor) -> None:
     """Sets A and B to the Kronecker product nearest to ``dense`` in the Frobenius norm.
 
-    With rows (i_a, i_c) and columns (i_b, i_d) a Kronecker product is a matrix of rank 1, so the truncated SVD of the
-    rearranged matrix is optimal. Source: Van Loan and Pitsianis 1993.
+    With rows (i_a, i_c) and columns (i_b, i_d) a Kronecker product is a matrix of rank 1, so the truncated
+    SVD of the rearranged matrix is optimal. Source: Van Loan and Pitsianis 1993.
     """
     (a, b), (c, d) = m.row_dims, m.col_dims
     rearranged = dense.reshape(a, b, c, d).permute(0, 2, 1, 3).reshape(a * c, b * d)
@@ -54,9 +55,10 @@ def nearest_kronecker(m: Kronecker, dense: Tensor) -> None:
 def nearest_term(term: BlockTerm, dense: Tensor) -> tuple[Tensor, Tensor]:
     """The factors of the block term nearest to ``dense``: optimal for its permutations, whatever they are.
 
-    Feature f of a term belongs to one left block k' and one right block k and adds a matrix of rank 1 to the submatrix of
-    only their rows and columns. So every submatrix (k', k) is a separate problem: the best approximation whose rank is the
-    number of its features, by a truncated SVD; submatrices without features are not reached at all.
+    Feature f of a term belongs to one left block k' and one right block k and adds a matrix of rank 1 to the
+    submatrix of only their rows and columns. So every submatrix (k', k) is a separate problem: the best
+    approximation whose rank is the number of its features, by a truncated SVD; submatrices without features
+    are not reached at all.
 
     Args:
         term: the shape.
@@ -75,7 +77,8 @@ def nearest_term(term: BlockTerm, dense: Tensor) -> tuple[Tensor, Tensor]:
     counts = torch.bincount(pair, minlength=b * c)
     left = dense.new_zeros(b, num_rows // b, inner // b)
     right = dense.new_zeros(c, num_cols // c, inner // c)
-    # Features of one pair take its singular vectors in their order; pairs of equal count share one batched SVD.
+    # Features of one pair take its singular vectors in their order; pairs of equal count share one batched
+    # SVD.
     order = torch.argsort(pair, stable=True)
     start = torch.cumsum(counts, 0) - counts
     place = torch.empty_like(feature)
@@ -106,10 +109,10 @@ def term_product(term: BlockTerm, left: Tensor, right: Tensor) -> Tensor:
 class Descent:
     """A sum of block terms that approaches ``target``; every sweep over the terms improves it.
 
-    Block coordinate descent with momentum: each term in turn takes its nearest matrix to what the others leave
-    (``nearest_term``), the others being extrapolated along their last change. A sweep that would raise the error is undone
-    and repeated without extrapolation, which cannot raise it. Smooth kernels, whose levels exchange rank
-    slowly, converge in a fifth to a tenth of the sweeps.
+    Block coordinate descent with momentum: each term in turn takes its nearest matrix to what the others
+    leave (``nearest_term``), the others being extrapolated along their last change. A sweep that would raise
+    the error is undone and repeated without extrapolation, which cannot raise it. Smooth kernels, whose
+    levels exchange rank slowly, converge in a fifth to a tenth of the sweeps.
 
     Attributes:
         target: (num_rows, num_cols).
@@ -132,7 +135,9 @@ class Descent:
             self.parts = [torch.zeros_like(self.target) for _ in self.terms]
 
     def run(self, sweeps: int, tolerance: float, tick: Callable[[str, float], None] | None = None) -> Descent:
-        """Sweeps until two in a row reduce the error by less than ``tolerance``, relative to it, or ``sweeps`` are done; returns itself."""
+        """Sweeps until two in a row reduce the error by less than ``tolerance``, relative to it, or
+        ``sweeps`` are done; returns itself.
+        """
         size = float(self.target.norm()) or 1.0
         previous, momentum, idle = self.parts, 0, 0
         for _ in range(sweeps if len(self.terms) > 1 else 1):
@@ -170,9 +175,10 @@ def _total(parts: list[Tensor]) -> Tensor:
 def hierarchical_butterfly(m: Butterfly, dense: Tensor) -> None:
     """Sets the stages by splitting them in two halves, again and again, with a blockwise SVD at each split.
 
-    Two halves of a butterfly are a block tensor train of the same rank, whose nearest one is known (``nearest_term``), and
-    each block of each half is a butterfly with fewer stages. A matrix that is a butterfly is found exactly; of any other,
-    the first split is optimal and the later ones are optimal for what the earlier left them.
+    Two halves of a butterfly are a block tensor train of the same rank, whose nearest one is known
+    (``nearest_term``), and each block of each half is a butterfly with fewer stages. A matrix that is a
+    butterfly is found exactly; of any other, the first split is optimal and the later ones are optimal for
+    what the earlier left them.
 
     Source: Le, Zheng, Riccietti and Gribonval 2022 for rank 1; Li et al. 2015 for higher ranks.
     """
@@ -184,7 +190,9 @@ def hierarchical_butterfly(m: Butterfly, dense: Tensor) -> None:
 def _split_stages(
     blocks: Tensor, rows: Sequence[int], cols: Sequence[int], rank: int, channels: tuple[int, int]
 ) -> list[Tensor]:
-    """Stages of every block: (G, rows * ch_out, cols * ch_in) to one (G, outer, inner, m ch, n ch) per radix."""
+    """Stages of every block: (G, rows * ch_out, cols * ch_in) to one (G, outer, inner, m ch, n ch) per
+    radix.
+    """
     if len(rows) == 1:
         return [blocks[:, None, None]]
     groups, (ch_out, ch_in), split = blocks.shape[0], channels, len(rows) // 2

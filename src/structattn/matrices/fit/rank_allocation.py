@@ -53,8 +53,9 @@ class _State:
     def moves(self, step: int) -> list[tuple[int, int]]:
         """Givers and takers of ``step`` ranks, the most promising first.
 
-        A level gains the energy of its next singular values, and loses that of its last ones; the response of the other levels
-        is not predicted, so the last, finest step tries every pair, and coarser ones only the three most promising.
+        A level gains the energy of its next singular values, and loses that of its last ones; the response of
+        the other levels is not predicted, so the last, finest step tries every pair, and coarser ones only
+        the three most promising.
         """
         gains, losses = [], []
         rest = self.target - torch.stack(self.parts).sum(0)
@@ -72,11 +73,13 @@ class _State:
 def allocate_ranks(
     dense: Tensor, total_rank: int, num_blocks: Sequence[int] = (1, 2, 4, 8), *, progress: bool = False
 ) -> Fit:
-    """Fits an MLR matrix whose ranks sum to ``total_rank`` to a dense matrix; the ranks are found by exchange between levels.
+    """Fits an MLR matrix whose ranks sum to ``total_rank`` to a dense matrix; the ranks are found by exchange
+    between levels.
 
-    Starting from the three best of even ranks and all rank on one level, rank moves from the level that loses least to the one that
-    gains most, in steps that are halved from total_rank / 4 to 1, as long as the error falls. The result is never worse than
-    ``fit`` with even ranks, nor than truncated SVD of the same total rank if one of the levels has one block.
+    Starting from the three best of even ranks and all rank on one level, rank moves from the level that loses
+    least to the one that gains most, in steps that are halved from total_rank / 4 to 1, as long as the error
+    falls. The result is never worse than ``fit`` with even ranks, nor than truncated SVD of the same total
+    rank if one of the levels has one block.
 
     Args:
         dense: (num_rows, num_cols), real and finite.
@@ -93,8 +96,8 @@ def allocate_ranks(
 
     Cost: some tens of sweeps, each one SVD per block and level. Deterministic.
 
-    Source: Parshakova, Hastie, Darve and Boyd 2023, Factor fitting, rank allocation, and partitioning in multilevel low rank
-    matrices.
+    Source: Parshakova, Hastie, Darve and Boyd 2023, Factor fitting, rank allocation, and partitioning in
+    multilevel low rank matrices.
     """
     dense = as_matrix(dense)
     check_size("total_rank", total_rank)
@@ -116,7 +119,9 @@ def allocate_ranks(
 
 
 def _best(target: Tensor, total_rank: int, blocks: tuple[int, ...], progress: bool) -> Fit:
-    """Even ranks and one level are far apart, and each may lead to a local optimum: the exchange starts from the three best."""
+    """Even ranks and one level are far apart, and each may lead to a local optimum: the exchange starts from
+    the three best.
+    """
     count = len(blocks)
     even = tuple(total_rank // count + (level < total_rank % count) for level in range(count))
     single = [tuple(total_rank if other == level else 0 for other in range(count)) for level in range(count)]

@@ -20,10 +20,11 @@ _TINY, _HUGE = -900, 900  # exponents between which a scale and its inverse are 
 
 @contextmanager
 def workspace(seed: int) -> Iterator[None]:
-    """Gradients are recorded, nothing is autocast, and random numbers come from the seed only, wherever this is entered.
+    """Gradients are recorded, nothing is autocast, and random numbers come from the seed only, wherever this
+    is entered.
 
-    Matrices are made on the CPU, whose generator is put back afterwards; no other generator is used or seeded. The seed names a
-    private stream: that of ``torch.manual_seed(seed)`` may have drawn the target.
+    Matrices are made on the CPU, whose generator is put back afterwards; no other generator is used or
+    seeded. The seed names a private stream: that of ``torch.manual_seed(seed)`` may have drawn the target.
     """
     stream = seeded(derive_seed("fit", seed))
     with torch.inference_mode(False), torch.enable_grad(), without_autocast(), torch.device("cpu"), stream:
@@ -31,7 +32,9 @@ def workspace(seed: int) -> Iterator[None]:
 
 
 def as_matrix(dense: object) -> Tensor:
-    """A tensor with values from a tensor, an array or nested lists; raises ``DataError`` for anything else."""
+    """A tensor with values from a tensor, an array or nested lists; raises ``DataError`` for anything
+    else.
+    """
     if not isinstance(dense, Tensor):
         try:
             dense = torch.as_tensor(np.array(dense))  # a copy: arrays may be read-only or run backwards
@@ -51,7 +54,9 @@ def as_matrix(dense: object) -> Tensor:
 
 
 def check_dense(dense: Tensor) -> Tensor:
-    """The matrix in float64, apart from the graph; raises ``ShapeError`` or ``DataError`` for what cannot be fitted."""
+    """The matrix in float64, apart from the graph; raises ``ShapeError`` or ``DataError`` for what cannot be
+    fitted.
+    """
     if dense.dim() < 2 or 0 in dense.shape:
         raise ShapeError(f"fit: expected a matrix (..., num_rows, num_cols), got shape {tuple(dense.shape)}")
     if dense.is_complex():
@@ -67,7 +72,9 @@ def check_dense(dense: Tensor) -> Tensor:
 
 
 def scale_of(target: Tensor) -> float:
-    """The power of two next to the largest magnitude, 1 for zeros: divided by it, squares neither overflow nor vanish."""
+    """The power of two next to the largest magnitude, 1 for zeros: divided by it, squares neither overflow
+    nor vanish.
+    """
     largest = float(target.abs().max())
     return 2.0 ** min(_HUGE, max(_TINY, math.frexp(largest)[1])) if largest else 1.0
 
@@ -85,6 +92,8 @@ def matrix_errors(m: StructuredMatrix, target: Tensor) -> Tensor:
 
 
 def relative_error(m: StructuredMatrix, target: Tensor) -> float:
-    """||M - target|| / ||target|| over a whole batch (of zeros: the absolute error); arguments as ``matrix_errors``."""
+    """||M - target|| / ||target|| over a whole batch (of zeros: the absolute error); arguments as
+    ``matrix_errors``.
+    """
     size = float((target / scale_of(target)).norm()) or 1.0
     return float(matrix_errors(m, target).norm()) / size

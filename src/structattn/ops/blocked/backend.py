@@ -1,7 +1,8 @@
 """The ``blocked`` backend: structured attention in pure PyTorch, on any device, in memory linear in T.
 
-It chooses a geometry for a call and runs online softmax passes over its tiles: families of blocks of whole tensors where all
-sequences have the same blocks or windows, sequences padded to a few lengths for padding and packing, spans against ranges for the rest.
+It chooses a geometry for a call and runs online softmax passes over its tiles: families of blocks of whole
+tensors where all sequences have the same blocks or windows, sequences padded to a few lengths for padding and
+packing, spans against ranges for the rest.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ from structattn.ops.sequences import SequenceSpan, sequences_of
 from structattn.ops.terms import ScoreTerms
 
 _SHORTEST = 32  # shorter sequences are padded to this length
-# Scores at once: per thread of a CPU what a core's second cache holds twice, up to a limit that keeps the buffers small on many cores.
+# Scores at once: per thread of a CPU what a core's second cache holds twice, up to a limit that keeps the
+# buffers small on many cores.
 _SCORES_PER_THREAD, _SCORES_ON_CPU = 2**17, 2**20
-# Sliding levels have many small tiles: more scores at once are fewer calls. They hold more copies, so that the limit is lower.
+# Sliding levels have many small tiles: more scores at once are fewer calls. They hold more copies, so that
+# the limit is lower.
 _SLIDING_SCORES_PER_THREAD, _SLIDING_SCORES_ON_CPU = 2**18, 2**19
 _SCORES_ON_DEVICE = 2**24  # enough to hide the launches
 _FEW_QUERIES = 32
@@ -46,9 +49,9 @@ def forward(
     Returns:
         out (B, H, T, V) in q's dtype and lse (B, H, T), float32 or float64, base e; contiguous.
 
-    Cost: ``layout.score_flops`` + ``layout.value_flops`` and one exponential per visible pair; memory linear in T. Where
-    scores may be large, by Cauchy and Schwarz, or values are far from 1, a first pass finds the largest score of each row: about
-    a third more.
+    Cost: ``layout.score_flops`` + ``layout.value_flops`` and one exponential per visible pair; memory linear
+    in T. Where scores may be large, by Cauchy and Schwarz, or values are far from 1, a first pass finds the
+    largest score of each row: about a third more.
     """
     dtype = _compute_dtype(q)
     if not q.numel() or not k.numel():
@@ -92,7 +95,8 @@ def backward(
         out, lse: what ``forward`` returned.
         needs_bias: whether the bias needs its gradient.
 
-    Cost: three products of the score's rank and two of the value's per visible pair; memory linear in T, and the bias's.
+    Cost: three products of the score's rank and two of the value's per visible pair; memory linear in T, and
+        the bias's.
     """
     if not q.numel() or not k.numel():
         no_bias = (
@@ -137,8 +141,8 @@ def backward(
 class NoPadding:
     """All sequences as they are: (B * G, length * repeats, d), a view where the strides allow.
 
-    Rows of one position are neighbours: with R query heads per key head, row t * R + r is head r at position t, so that the keys
-    are never repeated and a span of positions is a span of rows.
+    Rows of one position are neighbours: with R query heads per key head, row t * R + r is head r at position
+    t, so that the keys are never repeated and a span of positions is a span of rows.
     """
 
     def pad(self, x: Tensor, repeats: int, missing: float | None = None) -> Tensor:
@@ -154,7 +158,9 @@ class NoPadding:
         return x.reshape(batch * heads // repeats, length * repeats, dim)
 
     def unpad(self, x: Tensor, rows: Tensor, repeats: int) -> Tensor:
-        """Rows into x (B, G * repeats, length, d), which may be written to; returns the result, contiguous or not."""
+        """Rows into x (B, G * repeats, length, d), which may be written to; returns the result, contiguous or
+        not.
+        """
         batch, heads, length, dim = x.shape
         rows = rows.view(batch, heads // repeats, length, repeats, dim)
         return rows.transpose(2, 3).reshape(batch, heads, length, dim)
@@ -213,7 +219,8 @@ class _Group:
 
 
 def forward_time(q: Tensor, k: Tensor, v: Tensor, call: Call) -> float | None:
-    """What a forward pass takes on this CPU by counted work, in nanoseconds; ``None`` where it is not counted.
+    """What a forward pass takes on this CPU by counted work, in nanoseconds; ``None`` where it is not
+    counted.
 
     Counted are calls without padding, packed sequences, free segments, bias and mask, unless they are empty.
     """
@@ -267,7 +274,8 @@ def _groups(
         sequences = sequences_of(q, k, call)
     if not sequences:
         return
-    # As many queries as keys may also be those before the padding of a row, at other positions and with keys that other queries have too.
+    # As many queries as keys may also be those before the padding of a row, at other positions and with keys
+    # that other queries have too.
     is_square = all(item.num_queries == item.num_keys and item.first_query == 0 for item in sequences)
     if is_regular and not is_placed and is_square:
         buckets: dict[int, list[SequenceSpan]] = {}

@@ -1,4 +1,6 @@
-"""Sliding levels by distance: bands of query position minus key position in which all pairs share one number of levels, or are hidden."""
+"""Sliding levels by distance: bands of query position minus key position in which all pairs share one number
+of levels, or are hidden.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """The pairs of a layout with block sizes as dyadic blocks: few, dense, and views of whole tensors.
 
-Pairs whose deepest shared level is n need the first r_1 + ... + r_n dimensions and no mask of their own. When every span of
-positions is halved, those pairs are the later half against the earlier one: a dyadic block. Blocks of one shape are a
-family, computed as one batch; what is left are small squares on the diagonal, whose pairs share different numbers of levels.
+Pairs whose deepest shared level is n need the first r_1 + ... + r_n dimensions and no mask of their own. When
+every span of positions is halved, those pairs are the later half against the earlier one: a dyadic block.
+Blocks of one shape are a family, computed as one batch; what is left are small squares on the diagonal, whose
+pairs share different numbers of levels.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from structattn.ops.blocked.families import Block, Geometry, SpanFamily
 
 @dataclass(frozen=True, kw_only=True)
 class DyadicGeometry(Geometry):
-    """A layout with ``block_sizes``; ``tile`` is the longest span that is left as a square on the diagonal."""
+    """A layout with ``block_sizes``; ``tile`` is the longest span that is left as a square on the
+    diagonal.
+    """
 
     def blocks(self) -> Iterator[Block]:
         if self.first_query < 0 and not self.is_causal:  # queries before the first key share only level 1
@@ -24,7 +27,9 @@ class DyadicGeometry(Geometry):
         yield from self._inside(SpanFamily(0, self.num_keys), 1)
 
     def _inside(self, spans: SpanFamily, level: int) -> Iterator[Block]:
-        """The pairs inside the members of a family; each lies in one block of ``level`` and starts where that starts."""
+        """The pairs inside the members of a family; each lies in one block of ``level`` and starts where that
+        starts.
+        """
         if spans.start + spans.length <= self.first_query and not spans.dims:
             return
         sizes = self.layout.block_sizes
@@ -43,7 +48,8 @@ class DyadicGeometry(Geometry):
             yield from self._inside(spans.inner(full * unit, 1, 0, rest), level)
 
     def _from_first_query(self, spans: SpanFamily, count: int, stride: int, length: int) -> Iterator[SpanFamily]:
-        """``spans.inner(0, count, stride, length)`` without what lies before the first query; the span that holds it is separate.
+        """``spans.inner(0, count, stride, length)`` without what lies before the first query; the span that
+        holds it is separate.
 
         A family of more than one member never holds the first query in its middle: that is what this is for.
         """
@@ -55,7 +61,9 @@ class DyadicGeometry(Geometry):
             yield spans.inner(first * stride, count - first, stride, length)
 
     def _between(self, spans: SpanFamily, unit: int, level: int) -> Iterator[Block]:
-        """The pairs of different units of one member: halves against halves, from single units up to the whole."""
+        """The pairs of different units of one member: halves against halves, from single units up to the
+        whole.
+        """
         width = unit
         while width < spans.length:
             full, rest = divmod(spans.length, 2 * width)
@@ -94,9 +102,12 @@ class DyadicGeometry(Geometry):
         return near_rows, near(cols, near_rows) if near_rows.length > 0 else cols
 
     def _diagonal(self, spans: SpanFamily, level: int) -> Iterator[Block]:
-        """The pairs in one span each, which lies in one block of ``level`` and starts where one of every deeper level does."""
+        """The pairs in one span each, which lies in one block of ``level`` and starts where one of every
+        deeper level does.
+        """
         sizes = (*self.layout.block_sizes, 0)
-        # Pairs of exactly n levels lie in different blocks of level n + 1; there are none where it is as large.
+        # Pairs of exactly n levels lie in different blocks of level n + 1; there are none where it is as
+        # large.
         levels = [
             n
             for n in range(level, len(sizes))

@@ -1,4 +1,6 @@
-"""Blocks of pairs as families: equal spans of queries against equal spans of keys, a strided view each, computed as one batch."""
+"""Blocks of pairs as families: equal spans of queries against equal spans of keys, a strided view each,
+computed as one batch.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from torch import Tensor
 from structattn.layout.levels import LevelLayout
 from structattn.ops.blocked.tiles import Tile
 
-# From this number of scores of one sequence on, a loop over the sequences costs less than copies of what is no view in a batch of them.
+# From this number of scores of one sequence on, a loop over the sequences costs less than copies of what is
+# no view in a batch of them.
 _MANY_SCORES = 2**17
 
 _MaskKey = tuple[int, int, int]  # distance of the corner, rows, columns
@@ -65,7 +68,9 @@ class SpanFamily:
         return x.as_strided(sizes, strides, x.storage_offset() + (self.start - origin) * repeats * row)
 
     def is_even(self, positions: int) -> bool:
-        """Whether the members in several sequences of ``positions`` positions each lie at equal distances, so that all are one view."""
+        """Whether the members in several sequences of ``positions`` positions each lie at equal distances, so
+        that all are one view.
+        """
         return not self.dims or (len(self.dims) == 1 and self.dims[0][0] * self.dims[0][1] == positions)
 
 
@@ -77,8 +82,8 @@ class Block:
         rows: query positions.
         cols: key positions, with the ``dims`` of the rows.
         level: the fewest levels that a visible pair shares.
-        deeper: the other numbers of levels that visible pairs share, rising. Which pair shares how many is the same in all
-            members, and if both counted positions from the start of their keys.
+        deeper: the other numbers of levels that visible pairs share, rising. Which pair shares how many is
+            the same in all members, and if both counted positions from the start of their keys.
     """
 
     rows: SpanFamily

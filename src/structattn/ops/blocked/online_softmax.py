@@ -1,12 +1,14 @@
 """One pass over the scores, tile by tile: the arithmetic that every geometry of ``blocked`` attention shares.
 
-Scores are in units of log 2 and relative to an offset per row that is known before the pass, so that tiles add up:
+Scores are in units of log 2 and relative to an offset per row that is known before the pass, so that tiles
+add up:
 
     forward    P = 2^(s - offset),  out += P V,  total += P 1          and in the end out / total
     backward   P = 2^(s - lse),  dS = P * (dO V^T - delta),  dQ += dS K,  dK += dS^T Q,  dV += P^T dO
 
-with delta = rowsum(dO * out) - dlse. Offset, lse and delta enter their matrix product as one more column, so that a score
-is written once, turned into its weight in place, and read by the products: no maximum, no subtraction.
+with delta = rowsum(dO * out) - dlse. Offset, lse and delta enter their matrix product as one more column, so
+that a score is written once, turned into its weight in place, and read by the products: no maximum, no
+subtraction.
 
 Source: the recomputation of weights from the log-sum-exp is that of Dao et al. 2022 (FlashAttention).
 """
@@ -25,12 +27,16 @@ from structattn.ops.dropout import Dropout
 
 
 def _dense_rows(x: Tensor, uses: int) -> Tensor:
-    """x, copied if its rows lie apart, as those of a prefix do, and are read often enough: once per step of the rows."""
+    """x, copied if its rows lie apart, as those of a prefix do, and are read often enough: once per step of
+    the rows.
+    """
     return x if x.stride(1) == x.shape[2] or uses < 2 else x.contiguous()
 
 
 def _with_column(x: Tensor, column: Tensor | float) -> tuple[Tensor, Tensor]:
-    """[x, column] along the last dimension, and the x in it; rows start on cache lines, since products read them often."""
+    """[x, column] along the last dimension, and the x in it; rows start on cache lines, since products read
+    them often.
+    """
     width = x.shape[-1]
     joined = x.new_empty((*x.shape[:-1], (width // 16 + 1) * 16))
     joined[..., :width] = x
@@ -52,9 +58,11 @@ def _slices(total: int, step: int) -> list[slice]:
 
 
 def _steps(shape: tuple[int, int, int], width: int, budget: int) -> tuple[int, int, int]:
-    """How much of batch, rows and columns is done at once: products of a good shape first, then as many as fit.
+    """How much of batch, rows and columns is done at once: products of a good shape first, then as many as
+    fit.
 
-    Of small tiles the copied rows, ``width`` numbers each, would take more memory than the scores: they count too.
+    Of small tiles the copied rows, ``width`` numbers each, would take more memory than the scores: they count
+    too.
     """
     batch, rows, cols = shape
     row_step = min(rows, 512, budget)
@@ -67,7 +75,9 @@ def _steps(shape: tuple[int, int, int], width: int, budget: int) -> tuple[int, i
 
 
 def _grid(tile: Tile, width: int, budget: int) -> Iterator[list[list[_Chunk]]]:
-    """The chunks of a tile, for each step of the batch: a list per step of the rows, of one chunk per step of the columns."""
+    """The chunks of a tile, for each step of the batch: a list per step of the rows, of one chunk per step of
+    the columns.
+    """
     batch, rows, cols = tile.shape
     batch_step, row_step, col_step = _steps(tile.shape, width, budget)
     for some in _slices(batch, batch_step):
@@ -148,8 +158,8 @@ def forward(
         tiles: every visible pair in exactly one of them.
         q: (..., D), float32 or float64, leading dimensions as the geometry has them.
         k, v: (..., D) and (..., V).
-        offset: (..., 1) about the largest score of each row, in units of log 2; ``None`` is 0 and right where every
-            score is small (``ScoreParameters.are_small``).
+        offset: (..., 1) about the largest score of each row, in units of log 2; ``None`` is 0 and right where
+            every score is small (``ScoreParameters.are_small``).
         parameters: the rest of the call.
 
     Returns:
@@ -169,7 +179,8 @@ def forward(
         dropped = _Dropped(parameters.dropout, tile)
         for grid in _grid(tile, width, levels.budget):
             batch = grid[0][0].batch
-            # As a column of the product, unless the copy of the keys that this takes would be used once, or something comes between.
+            # As a column of the product, unless the copy of the keys that this takes would be used once, or
+            # something comes between.
             is_plain = parameters.terms.softcap is None and parameters.terms.attn_bias is None and not levels.is_mixed
             in_product = shift is not None and len(grid) > 1 and is_plain
             dense_key = _with_column(key[batch], 1.0)[0] if in_product else _dense_rows(key[batch], len(grid))
@@ -238,11 +249,12 @@ def backward(
     Returns:
         dq, dk, dv, shaped as q, k, v.
 
-    Cost: one exponential and 2 (3 R + 2 V) FLOPs per pair; memory for 2 ``budget`` scores (1 more with a soft cap, and where a tile has
-    pairs of different levels) and copies of some rows.
+    Cost: one exponential and 2 (3 R + 2 V) FLOPs per pair; memory for 2 ``budget`` scores (1 more with a soft
+    cap, and where a tile has pairs of different levels) and copies of some rows.
     """
     grad_q, grad_k, grad_v = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    # A row that sees nothing, or is not there, has weights 0 whatever its columns are; infinity itself would make NaN.
+    # A row that sees nothing, or is not there, has weights 0 whatever its columns are; infinity itself would
+    # make NaN.
     offset = lse.masked_fill(lse == -torch.inf, torch.finfo(lse.dtype).max / 4)[..., None] * LOG2_E
     if parameters.dropout is not None:
         grad_out = grad_out / parameters.dropout.kept  # of the weights that are kept

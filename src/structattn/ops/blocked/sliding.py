@@ -1,7 +1,8 @@
-"""The pairs of a layout with sliding levels as squares at equal distances from the diagonal: few families, dense, and views of whole tensors.
+"""The pairs of a layout with sliding levels as squares at equal distances from the diagonal: few families,
+dense, and views of whole tensors.
 
-All squares of b positions that are m squares away from the diagonal have pairs at the distances (m - 1) b + 1 ... (m + 1) b - 1, and are one
-family. Where these pairs share one number of levels, the family is a block; else each of its squares is divided into four. Squares
+All squares of b positions that are m squares away from the diagonal have pairs at the distances (m - 1) b + 1
+... (m + 1) b - 1, and are one family. Where these pairs share one number of levels, the family is a block; else each of its squares is divided into four. Squares
 are never divided below a size at which that costs more than products over all levels of their pairs.
 """
 
@@ -14,7 +15,8 @@ from dataclasses import dataclass
 from structattn.ops.blocked.bands import bands_of
 from structattn.ops.blocked.families import Block, Geometry, SpanFamily
 
-# Squares of at most this number of positions, over the levels that only some of their pairs share, are not divided to separate those.
+# Squares of at most this number of positions, over the levels that only some of their pairs share, are not
+# divided to separate those.
 _MIXED = 256
 
 
@@ -26,7 +28,8 @@ class SlidingGeometry(Geometry):
         size = self.tile
         while size < max(self.num_keys, self.num_queries):
             size *= 2
-        # Of each distance in squares, which of them are there: those of queries in even squares (0), in odd ones (1).
+        # Of each distance in squares, which of them are there: those of queries in even squares (0), in odd
+        # ones (1).
         squares = {m: {0, 1} for m in range(self.first_query // size, 1)}
         bands = bands_of(self.layout, self.is_causal, self.window)
         while squares:
@@ -38,9 +41,11 @@ class SlidingGeometry(Geometry):
                 )
                 seen = [level for level in levels if level]
                 is_mixed = size * (len(seen) - 1) > _MIXED
-                # What is kept has no part that would be divided: only so do parities tell which parts are there.
+                # What is kept has no part that would be divided: only so do parities tell which parts are
+                # there.
                 if is_mixed or (seen and levels[0] == 0 and size > self.tile):
-                    # Square t of the queries against t - m becomes 2 t and 2 t + 1 against 2 (t - m) and 2 (t - m) + 1.
+                    # Square t of the queries against t - m becomes 2 t and 2 t + 1 against 2 (t - m) and 2 (t
+                    # - m) + 1.
                     divided[2 * m] |= {0, 1}
                     divided[2 * m + 1].add(1)
                     divided[2 * m - 1].add(0)
@@ -51,7 +56,9 @@ class SlidingGeometry(Geometry):
             squares, size = divided, size // 2
 
     def _squares(self, size: int, distance: int, parity: int | None) -> Iterator[tuple[SpanFamily, SpanFamily]]:
-        """The squares at a distance: whole ones as one family, and each that is cut by the end of the queries or keys."""
+        """The squares at a distance: whole ones as one family, and each that is cut by the end of the queries
+        or keys.
+        """
         last = (self.num_keys - 1) // size
         numbers = range(max(self.first_query // size, distance), min(last, last + distance) + 1)
         step = 1

@@ -1,9 +1,11 @@
-"""The pairs of any layout as spans of queries against ranges of keys: for free segments, biases, masks, and sequences with T != S.
+"""The pairs of any layout as spans of queries against ranges of keys: for free segments, biases, masks, and
+sequences with T != S.
 
-Every sequence is cut into spans of at most ``SPAN`` queries, at the boundaries of its longer segments. Around a span that
-lies in one block of a level, the keys of that level are two ranges, one before and one after the next deeper block: they share
-one number of levels with all its queries. Only inside the deepest such block pairs share different numbers of them. Where levels
-slide, the ranges end where the window of a level ends for the first or last query of the span.
+Every sequence is cut into spans of at most ``SPAN`` queries, at the boundaries of its longer segments. Around
+a span that lies in one block of a level, the keys of that level are two ranges, one before and one after the
+next deeper block: they share one number of levels with all its queries. Only inside the deepest such block
+pairs share different numbers of them. Where levels slide, the ranges end where the window of a level ends for
+the first or last query of the span.
 """
 
 from __future__ import annotations
@@ -67,7 +69,9 @@ class SpanTiles:
                             yield SpanTile(self, sequence, level, deeper, first, last + 1, start, stop)
 
     def _block(self, sequence: SequenceSpan, level: int, position: int) -> tuple[int, int]:
-        """The first position of the block of a level from 2 on that holds a position, and the first one after it."""
+        """The first position of the block of a level from 2 on that holds a position, and the first one after
+        it.
+        """
         if self.layout.boundaries is None:
             size = self.layout.block_sizes[level - 1]
             start = position // size * size
@@ -82,7 +86,9 @@ class SpanTiles:
         return self.layout.boundaries[sequence.row if self.layout.num_rows else 0][level - 1]
 
     def _boundaries(self, sequence: SequenceSpan, end: int) -> list[int]:
-        """Where spans must end: at 0, and at the blocks of the deepest level whose blocks are long enough on average."""
+        """Where spans must end: at 0, and at the blocks of the deepest level whose blocks are long enough on
+        average.
+        """
         low = sequence.first_query
         if self.layout.windows is not None:
             return [low]
@@ -219,7 +225,9 @@ class SpanTile(Tile):
         return i[:, None], j[None, :]
 
     def _view(self, bias: Tensor, batch: slice, rows: slice, cols: slice) -> tuple[Tensor, slice]:
-        """The bias of a view as a view, (1 or groups, 1 or repeats, 1 or positions, 1 or columns), and its rows among them."""
+        """The bias of a view as a view, (1 or groups, 1 or repeats, 1 or positions, 1 or columns), and its
+        rows among them.
+        """
         tiles = self.tiles
         first, stop = rows.start // tiles.repeats, -(-rows.stop // tiles.repeats)
         keys, queries = self._keys.start, self._queries.start

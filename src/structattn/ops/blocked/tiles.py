@@ -1,9 +1,10 @@
-"""What an online softmax pass is given: tiles of the score matrix, the parameters of the scores, and products of a tile level by level:
+"""What an online softmax pass is given: tiles of the score matrix, the parameters of the scores, and products
+of a tile level by level:
 
     S = (Q_0 K_0^T + sum over deeper levels n of M_n * (Q_n K_n^T)) * C,   M_n = 1 where a pair shares level n, else 0
 
-C is the scale of a pair over that of one that shares the fewest levels. One exponential is computed per pair, however many numbers
-of levels there are in a tile.
+C is the scale of a pair over that of one that shares the fewest levels. One exponential is computed per pair,
+however many numbers of levels there are in a tile.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ _ROOM_ABOVE, _ROOM_BELOW = 8, 28
 
 
 class Tile(ABC):
-    """Some rows against some columns of the score matrix, in a batch; visible pairs share ``level`` levels or one of ``deeper``, rising."""
+    """Some rows against some columns of the score matrix, in a batch; visible pairs share ``level`` levels or
+    one of ``deeper``, rising.
+    """
 
     level: int
     deeper: tuple[int, ...]
@@ -41,7 +44,9 @@ class Tile(ABC):
 
     @abstractmethod
     def rows_of(self, x: Tensor) -> Tensor:
-        """Its rows of a query-side tensor (..., d), shaped as the geometry has it: (batch, rows, d), at best a view."""
+        """Its rows of a query-side tensor (..., d), shaped as the geometry has it: (batch, rows, d), at best
+        a view.
+        """
 
     @abstractmethod
     def cols_of(self, x: Tensor) -> Tensor:
@@ -59,11 +64,15 @@ class Tile(ABC):
 
     @abstractmethod
     def hides(self, batch: slice, rows: slice, cols: slice) -> Tensor | bool:
-        """What is hidden of some rows and columns: all (``True``), nothing (``False``), or a bool mask that broadcasts to it."""
+        """What is hidden of some rows and columns: all (``True``), nothing (``False``), or a bool mask that
+        broadcasts to it.
+        """
 
     @abstractmethod
     def shared(self, rows: slice, cols: slice) -> Tensor:
-        """The number of levels that some rows and columns share, int (rows, columns), any where hidden: the same in the whole batch."""
+        """The number of levels that some rows and columns share, int (rows, columns), any where hidden: the
+        same in the whole batch.
+        """
 
     @property
     def pattern(self) -> object:
@@ -72,7 +81,9 @@ class Tile(ABC):
 
     @abstractmethod
     def distances(self, rows: slice, cols: slice, dtype: torch.dtype) -> Tensor:
-        """|query position - key position| of some rows and columns, (rows, columns): the same in the whole batch."""
+        """|query position - key position| of some rows and columns, (rows, columns): the same in the whole
+        batch.
+        """
 
     def bias_of(self, bias: Tensor, batch: slice, rows: slice, cols: slice) -> Tensor:
         """The additive bias, or the mask, of some rows and columns, (batch, rows, columns)."""
@@ -89,7 +100,8 @@ class ScoreParameters:
 
     Attributes:
         layout: its ranks, scaling and value ranks are used here; its blocks by the geometry.
-        terms: of the scores; bias and mask have 4 dimensions, and the ALiBi slopes are (..., 1), of each query, as the geometry has the queries.
+        terms: of the scores; bias and mask have 4 dimensions, and the ALiBi slopes are (..., 1), of each
+            query, as the geometry has the queries.
         dropout: of the weights; ``None`` without.
         budget: scores that are held at once.
     """
@@ -109,7 +121,9 @@ class ScoreParameters:
         return value_dim if self.layout.value_ranks is None else sum(self.layout.value_ranks[:level])
 
     def factor(self, level: int, deepest: int, like: Tensor) -> Tensor:
-        """(R,) of the ``deepest`` level: times a query, it gives scores in natural units of pairs that share ``level`` levels."""
+        """(R,) of the ``deepest`` level: times a query, it gives scores in natural units of pairs that share
+        ``level`` levels.
+        """
         key = (level, deepest, like.dtype, like.device)
         if key not in self._factors:
             per_level, per_count = self.layout.score_factors(self.terms.scale)
@@ -132,10 +146,12 @@ class ScoreParameters:
         offset: Tensor | None = None,
         slope: Tensor | None = None,
     ) -> None:
-        """Makes scaled products of some rows and columns of a tile, in units of log 2, its scores; -inf where they are hidden.
+        """Makes scaled products of some rows and columns of a tile, in units of log 2, its scores; -inf where
+        they are hidden.
 
         Args:
-            offset: (batch, rows, 1), subtracted from the scores. With a soft cap the products must be without it.
+            offset: (batch, rows, 1), subtracted from the scores. With a soft cap the products must be without
+                it.
             slope: shaped as the scores; the soft cap's derivative is written to it. Default: not needed.
         """
         if self.terms.softcap is not None:
@@ -158,7 +174,8 @@ class ScoreParameters:
             scores.masked_fill_(hidden, -torch.inf)
 
     def _most(self, v: Tensor) -> float:
-        """The largest |score|, in units of log 2, whose exponential times any value, or sum of them, its dtype holds.
+        """The largest |score|, in units of log 2, whose exponential times any value, or sum of them, its
+        dtype holds.
 
         Negative if there is none, as where a value is not finite.
         """
@@ -179,10 +196,11 @@ class ScoreParameters:
         return min(_SMALL, above, end - _ROOM_BELOW + math.log2(least))
 
     def are_small(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Whether every score is surely so small that its exponential can be summed as it is, without a maximum.
+        """Whether every score is surely so small that its exponential can be summed as it is, without a
+        maximum.
 
-        By Cauchy and Schwarz: first from the norms of whole rows, then, if that is not enough, from the norms of the
-        prefixes that each number of levels uses. False if an input is not finite.
+        By Cauchy and Schwarz: first from the norms of whole rows, then, if that is not enough, from the norms
+        of the prefixes that each number of levels uses. False if an input is not finite.
 
         Args:
             q, k: (..., D).
@@ -218,8 +236,8 @@ class ScoreParameters:
 def product(weights: Tensor, x: Tensor, done: Tensor | None) -> Tensor:
     """Adds weights @ x to ``done``; (batch, rows, d).
 
-    On a CPU few rows times many columns are 3 times as fast, at d = 8, as many rows times few columns: a narrow product is
-    taken transposed, and so is its memory.
+    On a CPU few rows times many columns are 3 times as fast, at d = 8, as many rows times few columns: a
+    narrow product is taken transposed, and so is its memory.
     """
     if x.shape[2] >= 48:
         return torch.bmm(weights, x) if done is None else done.baddbmm_(weights, x)
@@ -230,8 +248,8 @@ class TileLevels:
     """The levels of tiles whose pairs share the same numbers of levels.
 
     Attributes:
-        features, values: the dimensions of keys and of values that all pairs have, then those of each deeper level; of values they
-            may be none.
+        features, values: the dimensions of keys and of values that all pairs have, then those of each deeper
+            level; of values they may be none.
         value_parts: those of the values that have dimensions, numbered as the levels.
         rank, value_rank: the dimensions of keys and of values that any pair has.
         factor: of the queries, in natural units, for pairs that share the fewest levels.
@@ -272,7 +290,9 @@ class TileLevels:
     def scores(
         self, tile: Tile, query: Tensor, key: Tensor, out: Tensor, spare: Tensor | None, rows: slice, cols: slice
     ) -> None:
-        """S of some rows and columns, from queries that are multiplied by ``factor`` and keys; ``spare`` is as ``out``."""
+        """S of some rows and columns, from queries that are multiplied by ``factor`` and keys; ``spare`` is
+        as ``out``.
+        """
         masks, scale = self.tables(tile, rows, cols) if self.is_mixed else ((), None)
         masked_products(query, key, self.features, masks, out, spare)
         if scale is not None:

@@ -1,7 +1,7 @@
 """The work of the ``blocked`` backend, counted from its blocks, and the tile that costs least.
 
-Spans of at most a tile are squares on the diagonal whose levels are merged: one product for each, over all pairs, with a mask. Long tiles
-take fewer operations, short ones less arithmetic.
+Spans of at most a tile are squares on the diagonal whose levels are merged: one product for each, over all
+pairs, with a mask. Long tiles take fewer operations, short ones less arithmetic.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from structattn.ops.blocked.families import Block, Geometry
 from structattn.ops.blocked.sliding import SlidingGeometry
 from structattn.ops.costs import Costs, Work
 
-# Products of shorter tiles cost more than they save, on a CPU; of longer ones most pairs of a square are hidden.
+# Products of shorter tiles cost more than they save, on a CPU; of longer ones most pairs of a square are
+# hidden.
 _TILES = (16, 32, 64, 128)
 _DEVICE_TILE = 32  # on other devices nothing was measured
-# Operations of a call, of a block, and of each further number of levels in a block: forward passes of 16 to 512 positions, one core of an Intel Xeon.
+# Operations of a call, of a block, and of each further number of levels in a block: forward passes of 16 to
+# 512 positions, one core of an Intel Xeon.
 _CALL, _BLOCK, _LEVEL = 40, 32, 6
 
 

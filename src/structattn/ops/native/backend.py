@@ -1,8 +1,9 @@
 """The ``native`` backend: structured attention by C++ code for CPUs, in memory linear in T.
 
-One pass over tiles of 64 queries and 64 keys, as fused kernels on a GPU make it: scores and weights of a tile stay in the
-core's caches, and each tile is computed in the dimensions of the levels that its pairs share. Of each query the keys of a level are one
-interval of positions, for blocks as for windows, so that the C++ code knows intervals only.
+One pass over tiles of 64 queries and 64 keys, as fused kernels on a GPU make it: scores and weights of a tile
+stay in the core's caches, and each tile is computed in the dimensions of the levels that its pairs share. Of
+each query the keys of a level are one interval of positions, for blocks as for windows, so that the C++ code
+knows intervals only.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
 
 @functools.lru_cache(maxsize=32)
 def _intervals(layout: LevelLayout, first: int, count: int, is_causal: bool, window: int | None) -> Tensor:
-    """The keys that queries share each level with, from their first to the one after the last: (2, L, count) int32.
+    """The keys that queries share each level with, from their first to the one after the last: (2, L, count)
+    int32.
 
     Args:
         first, count: the positions of the queries, counted from the first key.
@@ -58,7 +60,9 @@ _Arguments = tuple[Tensor, tuple[int, ...], tuple[int, ...], tuple[float, ...], 
 
 
 def _arguments(q: Tensor, k: Tensor, v: Tensor, call: Call) -> _Arguments:
-    """What the C++ code is told of a call: sequences, ranks, value ranks, factors, intervals, and the position of their first."""
+    """What the C++ code is told of a call: sequences, ranks, value ranks, factors, intervals, and the
+    position of their first.
+    """
     settings = call.layout, call.is_causal, call.terms.scale, call.window, v.shape[3]
     if call.cu_seqlens is None and call.left_padding is None:
         return _of_equal_rows(q.shape[0], q.shape[2], k.shape[2], *settings)
@@ -130,10 +134,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     16-bit inputs are computed in float32.
 
     Returns:
-        out (B, H, T, V) in q's dtype, with the heads of a token side by side in memory where q has them so, and lse (B, H, T), contiguous, float32 or
-        float64, base e.
+        out (B, H, T, V) in q's dtype, with the heads of a token side by side in memory where q has them so,
+        and lse (B, H, T), contiguous, float32 or float64, base e.
 
-    Cost: ``layout.score_flops`` + ``layout.value_flops``, for whole tiles, and one exponential per visible pair; memory for a copy of the keys.
+    Cost: ``layout.score_flops`` + ``layout.value_flops``, for whole tiles, and one exponential per visible
+        pair; memory for a copy of the keys.
     """
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     if not q.numel() or not k.numel() or not v.numel():
@@ -156,7 +161,8 @@ def backward(
     *,
     needs_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The gradients of q, k and v, in their dtypes and shapes, and that of the bias, which ``blocked`` computes, if it is asked for.
+    """The gradients of q, k and v, in their dtypes and shapes, and that of the bias, which ``blocked``
+    computes, if it is asked for.
 
     Gradients have heads and tokens in the order in memory that their tensors have.
 
@@ -165,8 +171,9 @@ def backward(
         q, k, v, call: as in ``forward``.
         out, lse: what ``forward`` returned.
 
-    Cost: three products of the score's rank and two of the value's per visible pair; memory for copies of keys and values, and for their gradients
-    once more for each part where there are fewer key heads than threads; with narrow slices each thread has them once more for one key head.
+    Cost: three products of the score's rank and two of the value's per visible pair; memory for copies of
+    keys and values, and for their gradients once more for each part where there are fewer key heads than
+    threads; with narrow slices each thread has them once more for one key head.
     """
     if needs_bias:
         return blocked.backward(grad_out, grad_lse, q, k, v, out, lse, call, needs_bias=True)

@@ -1,7 +1,7 @@
 """How the C++ code is compiled, and the name of what is compiled.
 
-The build of the package structattn-native loads this file by its path where structattn may not be installed: it imports PyTorch and
-the standard library only.
+The build of the package structattn-native loads this file by its path where structattn may not be installed:
+it imports PyTorch and the standard library only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _UNFINISHED, _LONGEST_S = (
     3600.0,
 )  # names of folders in which a build is made, and the longest time of one
 _OPTIMIZED = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-std=c++20", "-fPIC", "-shared")
-# The vector instructions that PyTorch itself uses here, by its name for them: a cache that several machines share has a library for each.
+# The vector instructions that PyTorch itself uses here, by its name for them: a cache that several machines
+# share has a library for each.
 INSTRUCTIONS = {
     "AVX2": ("-mavx2", "-mfma", "-mf16c", "-DCPU_CAPABILITY=AVX2", "-DCPU_CAPABILITY_AVX2"),
     "AVX512": (  # without -DCPU_CAPABILITY_AVX2: the headers would define reductions twice
@@ -67,7 +68,8 @@ def compile_to(path: Path) -> None:
     """Compiles the library for this machine and its PyTorch; the file appears when it is complete.
 
     Raises:
-        CompilationError: there is no compiler, it failed, or the file cannot be written; the message says which.
+        CompilationError: there is no compiler, it failed, or the file cannot be written; the message says
+            which.
     """
     compiler = os.environ.get("CXX") or "c++"
     if shutil.which(compiler) is None:
@@ -80,7 +82,8 @@ def compile_to(path: Path) -> None:
         wrote = "" if status else " and wrote no library"
         words = f"It said: {said.strip()[-2000:]}" if said.strip() else "It said nothing"
         return CompilationError(
-            f"the C++ code cannot be built: the compiler {compiler} {ended}{wrote}; name another in CXX, such as g++ 12 or later. {words}"
+            f"the C++ code cannot be built: the compiler {compiler} {ended}{wrote}; name another in CXX, such as g++ "
+            f"12 or later. {words}"
         )
 
     home = Path(torch.__file__).parent

@@ -20,7 +20,9 @@ def _library() -> Path:
 
 
 def _package() -> Path | None:
-    """The folder of the package structattn-native, where it is installed with a library, for whatever machine."""
+    """The folder of the package structattn-native, where it is installed with a library, for whatever
+    machine.
+    """
     spec = find_spec("structattn_native")
     if spec is None or spec.origin is None:
         return None
@@ -37,7 +39,9 @@ def _packaged() -> Path | None:
 
 @functools.cache
 def why_not_here() -> str | None:
-    """Loads the library, of the cache or else of the package structattn-native; the reason why it cannot be, or ``None``."""
+    """Loads the library, of the cache or else of the package structattn-native; the reason why it cannot be,
+    or ``None``.
+    """
     reason = None
     for find in (_library, _packaged):
         try:
@@ -46,13 +50,15 @@ def why_not_here() -> str | None:
                 return None
         except (OSError, RuntimeError) as error:  # without a home folder, or where the cache may not be read
             reason = reason or (
-                f"its C++ code cannot be loaded ({error}): build it again, with STRUCTATTN_CACHE naming a folder of yours"
+                f"its C++ code cannot be loaded ({error}): build it again, with STRUCTATTN_CACHE naming a folder of "
+                "yours"
             )
     if reason is not None:
         return reason
     if _package() is not None and _packaged() is None:
         return (
-            "the package structattn-native holds its C++ code for another version of PyTorch or of structattn, or for other vector "
+            "the package structattn-native holds its C++ code for another version of PyTorch or of structattn, or for "
+            "other vector "
             "instructions: run `structattn build-native` once, or "
             f"`pip install --force-reinstall --no-deps --no-cache-dir {requirement('structattn-native')}`"
         )
@@ -62,13 +68,14 @@ def why_not_here() -> str | None:
 def build_native() -> Path:
     """Compiles the C++ code of ``backend="native"`` for this machine, unless that was done, and loads it.
 
-    It makes attention with levels faster on a CPU; ``backend="auto"`` uses it from then on, in later processes too. Another
-    version of PyTorch or of this library needs another build. It needs a compiler of C++20 (``c++``, or what CXX
-    names; tried with g++ 12), and nothing else. Where the package structattn-native has the library for this machine, nothing
-    is compiled.
+    It makes attention with levels faster on a CPU; ``backend="auto"`` uses it from then on, in later
+    processes too. Another version of PyTorch or of this library needs another build. It needs a compiler of
+    C++20 (``c++``, or what CXX names; tried with g++ 12), and nothing else. Where the package
+    structattn-native has the library for this machine, nothing is compiled.
 
     Returns:
-        The library, in the user's cache (``~/.cache/structattn``, or the folder that STRUCTATTN_CACHE names), or in the package.
+        The library, in the user's cache (``~/.cache/structattn``, or the folder that STRUCTATTN_CACHE names),
+        or in the package.
 
     Raises:
         BackendUnavailableError: there is no compiler, or it failed; the message ends with what it said.

@@ -1,8 +1,8 @@
 """Structured attention by fused Triton kernels: the launches, and the choice of tiles.
 
-Positions of one tile share a prefix of the levels, so most pairs need only a prefix of the head dimension: the kernels
-read and multiply no more than that (see ``plan``). Scores never reach memory, sums are float32, and results are
-deterministic: no program adds to rows of another.
+Positions of one tile share a prefix of the levels, so most pairs need only a prefix of the head dimension:
+the kernels read and multiply no more than that (see ``plan``). Scores never reach memory, sums are float32,
+and results are deterministic: no program adds to rows of another.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def _config(q: Tensor, v: Tensor, call: Call, config: KernelConfig | None) -> Ke
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
-    """The reason why these kernels cannot run a call, as a sentence for the user, or ``None`` when they can."""
+    """The reason why these kernels cannot run a call, as a sentence for the user, or ``None`` when they
+    can.
+    """
     layout, value_dim, length = call.layout, v.shape[3], max(q.shape[2], k.shape[2])
     masked = call.terms.attn_mask is not None
     if (reason := why_not_on(q.device, q.dtype, layout.ranks, value_dim, length)) is not None:
@@ -97,7 +99,8 @@ def _window(call: Call, num_queries: int, num_keys: int) -> int:
 
 
 def _tile_map(plan: KernelPlan, num_tiles: int, first: Tensor, stop: Tensor) -> Tensor:
-    """The sequence of each tile and its number therein, (2 * num_tiles,) int32; surplus tiles have sequence N.
+    """The sequence of each tile and its number therein, (2 * num_tiles,) int32; surplus tiles have sequence
+    N.
 
     Computed on the device, so that the host need not wait for it.
 
@@ -123,7 +126,9 @@ def _packed(q: Tensor, call: Call) -> tuple[Tensor, Tensor] | None:
 def _grid(
     plan: KernelPlan, first: int, stop: int, packed: tuple[Tensor, Tensor] | None, *, own_is_key: bool = False
 ) -> tuple[int, int, Tensor | None]:
-    """The number of own tiles for positions first ... stop, the anchor block of the first, and the map of packed ones."""
+    """The number of own tiles for positions first ... stop, the anchor block of the first, and the map of
+    packed ones.
+    """
     if packed is not None:
         num_queries, num_keys = (x.diff() for x in packed)
         firsts = torch.zeros_like(num_keys) if own_is_key else num_keys - num_queries
@@ -196,13 +201,15 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, config: KernelConfig | 
         config: tiles; default ``default_config``.
 
     Returns:
-        out (B, H, T, V) in q's dtype and lse (B, H, T) float32, base e. A query that sees no key has 0 and -inf.
+        out (B, H, T, V) in q's dtype and lse (B, H, T) float32, base e. A query that sees no key has 0 and
+        -inf.
 
-    Cost: about ``layout.score_flops(T)`` + ``layout.value_flops(T, V)`` FLOPs per head, a dimension being rounded up to a
-    multiple of 16, and whole products in the blocks smaller than a tile. No scores in memory. Up to 16 queries over at
-    least 512 keys split the keys among programs.
+    Cost: about ``layout.score_flops(T)`` + ``layout.value_flops(T, V)`` FLOPs per head, a dimension being
+    rounded up to a multiple of 16, and whole products in the blocks smaller than a tile. No scores in memory.
+    Up to 16 queries over at least 512 keys split the keys among programs.
 
-    Source: Dao et al. 2022 (tiled softmax), Kuang et al. 2025, section 5 (levels); the walk by levels is ours.
+    Source: Dao et al. 2022 (tiled softmax), Kuang et al. 2025, section 5 (levels); the walk by levels is
+        ours.
     """
     q, k, v = _rows(q), _rows(k), _rows(v)
     packed = _packed(q, call)
@@ -253,7 +260,8 @@ def backward(
         config: tiles; default ``default_config``.
 
     Returns:
-        grad_q (B, H, T, D), grad_k (B, G, S, D), grad_v (B, G, S, V). A row that sees no key gives and gets nothing.
+        grad_q (B, H, T, D), grad_k (B, G, S, D), grad_v (B, G, S, V). A row that sees no key gives and gets
+        nothing.
 
     Cost: 3.5 times the forward's FLOPs: scores and dP are computed twice, once per side. Deterministic.
 

@@ -4,11 +4,12 @@ One kernel serves both. With P = exp(score - lse), dP = dO V^T and delta = rowsu
 
     dS = P * (dP - delta),   dQ = c a dS K,   dK = c a dS^T Q,   dV = P^T dO,
 
-it computes a tile of rows of one side (the *own* tile: queries with dO, or keys with values) and walks over the other.
-Every program writes rows of its own, so the result is deterministic.
+it computes a tile of rows of one side (the *own* tile: queries with dO, or keys with values) and walks over
+the other. Every program writes rows of its own, so the result is deterministic.
 """
 # mypy: ignore-errors
-# ruff: noqa: RUF005, SIM102, SIM108 - the kernel language has no unpacking, no lazy `and`, no conditional tensors
+# ruff: noqa: RUF005, SIM102, SIM108 - the kernel language has no unpacking, no lazy `and`, no conditional
+# tensors
 
 from __future__ import annotations
 
@@ -99,8 +100,8 @@ def accumulate(
 ):  # fmt: skip
     """Adds what walked rows start ... stop give to the gradients of the own rows.
 
-    ``own`` and ``walk_key`` are of the score's dimension (queries or keys), ``other`` and ``walk_value`` of the value's (dO
-    or values). The walked pointers point at position 0.
+    ``own`` and ``walk_key`` are of the score's dimension (queries or keys), ``other`` and ``walk_value`` of
+    the value's (dO or values). The walked pointers point at position 0.
     """
     KEY_SUBTILES: tl.constexpr = key_subtiles_of(PLAN)
     VALUE_SUBTILES: tl.constexpr = value_subtiles_of(PLAN)
@@ -176,15 +177,17 @@ def gradient_kernel(
     ALIGNED: tl.constexpr, WHOLE: tl.constexpr, OWN_IS_KEY: tl.constexpr, IS_CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one tile: of queries (own q and dO, walking over k and v), or of keys and values (the reverse).
+    """Gradients of one tile: of queries (own q and dO, walking over k and v), or of keys and values (the
+    reverse).
 
-    With WHOLE the walked positions begin at 0 and end with a whole tile. ``num_heads`` counts the heads of the own side. A tile of
-    keys walks over the queries of every head of its group.
+    With WHOLE the walked positions begin at 0 and end with a whole tile. ``num_heads`` counts the heads of
+    the own side. A tile of keys walks over the queries of every head of its group.
     """
     KEY_SUBTILES: tl.constexpr = key_subtiles_of(PLAN)
     VALUE_SUBTILES: tl.constexpr = value_subtiles_of(PLAN)
     SCALES: tl.constexpr = scales_of(PLAN)
-    # Before the own tile no walked tile ends beyond its range, but queries may begin within one; after it a sequence may end.
+    # Before the own tile no walked tile ends beyond its range, but queries may begin within one; after it a
+    # sequence may end.
     MASKED: tl.constexpr = HAS_WINDOW or not ALIGNED or (OWN_IS_KEY and not WHOLE)
     MASKED_AFTER: tl.constexpr = HAS_WINDOW or not ALIGNED or not WHOLE
     FINE: tl.constexpr = has_fine(PLAN)

@@ -1,7 +1,8 @@
 """Decoding over a compressed key/value cache by a fused Triton kernel: the launches, and the choice of tiles.
 
-Level l of the cache has only the keys of the block that decoding is in, dimension by dimension, so that positions lie side
-by side in memory. The kernel reads the cache as it is: nothing is copied, and no keys or scores are written.
+Level l of the cache has only the keys of the block that decoding is in, dimension by dimension, so that
+positions lie side by side in memory. The kernel reads the cache as it is: nothing is copied, and no keys or
+scores are written.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from structattn.ops.triton.tile_table import Capability, TileTable
 
 MAX_QUERIES = 8
 _ALIGNMENT = 16  # slots: at least 16 bytes of every dtype
-# Rows of a tile, being the queries of the heads that share a key and a value, at most: float32 has no tensor cores.
+# Rows of a tile, being the queries of the heads that share a key and a value, at most: float32 has no tensor
+# cores.
 _MAX_ROWS = {2: 64, 4: 16}
 # Positions per tile and depth of the pipeline, best first.
 _WALKS = ((64, 3), (64, 2), (32, 2), (32, 1), (16, 1))
@@ -53,7 +55,9 @@ def tiles_for(
     capability: Capability | None = None,
     table: TileTable | None = None,
 ) -> Tiles | None:
-    """The tiles for queries of ``rows`` rows, with a mask or without, that fit in shared memory; the smallest ones in Triton's interpreter."""
+    """The tiles for queries of ``rows`` rows, with a mask or without, that fit in shared memory; the smallest
+    ones in Triton's interpreter.
+    """
     if INTERPRETED:
         return Tiles(own=16, walk=16)
     dim, has_levels = max(sum(ranks), sum(value_ranks)), len(value_ranks) > 1
@@ -139,38 +143,47 @@ def decode(
         score_h(x) = c_n sum over l <= n of a_l <q_h,l, k_l[x]>,   n = number of levels with x >= start_l
         out_h,l = sum over x >= start_l of softmax_x(score_h)(x) v_l[x]   (without hierarchical values: over all x)
 
-    for the positions x = start_1 ... p of a batch row, p being that of its newest token. Arguments are taken as checked.
+    for the positions x = start_1 ... p of a batch row, p being that of its newest token. Arguments are taken
+    as checked.
 
     Args:
-        q: queries, (B, H, T, D), T at most 8, rotated already; float32, float16 or bfloat16; query t is at p - (T - 1)
-            + t and sees no later position. With T > 1 all must lie in one block of every level, and see the same first
+        q: queries, (B, H, T, D), T at most 8, rotated already; float32, float16 or bfloat16; query t is at p
+            - (T - 1) + t and sees no later position. With T > 1 all must lie in one block of every level, and
+              see the same first
             position (no window).
-        keys: per level (B, G, r_l, C_l), in q's dtype, with any strides but the last, which is 1. G divides H.
+        keys: per level (B, G, r_l, C_l), in q's dtype, with any strides but the last, which is 1. G divides
+            H.
         values: per level (B, Gv, v_l, C_l), or only the whole value, (B, Gv, V, C_1); likewise. Gv divides H.
-        starts: first position per level and row, (L, B) int32 or int64 on the device, not falling with the level.
-        counts: positions from there to p, likewise; 0 at level 1 for a row without any. Position x is in slot x - start.
+        starts: first position per level and row, (L, B) int32 or int64 on the device, not falling with the
+            level.
+        counts: positions from there to p, likewise; 0 at level 1 for a row without any. Position x is in slot
+            x - start.
         rings: per level, whether position x is in slot x mod C_l instead.
         factors: (a_1 ... a_L) and (c_1 ... c_L), see ``LevelLayout.score_factors``.
         softcap: c, makes a score s to c tanh(s / c). Default ``None``.
-        mask: bool, True where a query may attend, broadcastable to (B, H, T, S) with S >= all p + 1: the last column is that of the newest
-            token in every row. Default ``None``.
+        mask: bool, True where a query may attend, broadcastable to (B, H, T, S) with S >= all p + 1: the last
+            column is that of the newest token in every row. Default ``None``.
         slopes: (1 or B, H), the ALiBi slope of each query head. Default ``None``.
-        multiples: per level a number that divides its starts in all rows, 0 where they are 0: the block sizes, without a
-            window. Multiples of 16 make loads wide. A wrong one reads wrong addresses. Default: nothing is known.
+        multiples: per level a number that divides its starts in all rows, 0 where they are 0: the block
+            sizes, without a window. Multiples of 16 make loads wide. A wrong one reads wrong addresses.
+            Default: nothing is known.
         max_count: an upper bound of the counts, by which positions are split among programs; default C_1.
         tiles: rows and positions per tile; default by the ranks and the dtype.
         num_splits: into how many chunks positions are split; default by ``max_count``.
 
     Returns:
-        out (B, H, T, V) in q's dtype and lse (B, H, T) float32, base e. A query that sees no position has 0 and -inf.
+        out (B, H, T, V) in q's dtype and lse (B, H, T) float32, base e. A query that sees no position has 0
+        and -inf.
 
-    Cost: the bytes of the cache, read once: per row itemsize * (sum over l of G r_l count_l + Gv V count_1), hierarchical
-    Gv v_l count_l per level, instead of itemsize * (G D + Gv V) count_1. Where G and Gv differ, a program has the heads that
-    share both, and what its neighbours have read it reads from the L2 cache; so with more than 64 queries per key head
-    (float32: 16). Splits write and read 4 (V + 1) bytes per query each. Sums are float32, but 16-bit values meet weights
-    rounded to 16 bits. The host never waits for the device.
+    Cost: the bytes of the cache, read once: per row itemsize * (sum over l of G r_l count_l + Gv V count_1),
+    hierarchical Gv v_l count_l per level, instead of itemsize * (G D + Gv V) count_1. Where G and Gv differ,
+    a program has the heads that share both, and what its neighbours have read it reads from the L2 cache; so
+    with more than 64 queries per key head (float32: 16). Splits write and read 4 (V + 1) bytes per query
+    each. Sums are float32, but 16-bit values meet weights rounded to 16 bits. The host never waits for the
+    device.
 
-    Source: Dao et al. 2023 (flash-decoding: splits merged by their log-sum-exps); Kuang et al. 2025, section 5 (levels).
+    Source: Dao et al. 2023 (flash-decoding: splits merged by their log-sum-exps); Kuang et al. 2025, section
+        5 (levels).
     """
     q = q if q.stride(-1) == 1 else q.contiguous()
     batch, num_heads, num_queries, _ = q.shape

@@ -1,7 +1,9 @@
-"""The decoding kernel over a compressed cache, in which level l has only the keys of the block that decoding is in.
+"""The decoding kernel over a compressed cache, in which level l has only the keys of the block that decoding
+is in.
 
-Tiles of positions that lie before the second level's block (far) have keys of only the first level; they take a loop of
-their own without masks. In all other tiles each level loads its own positions, and masked lanes cost no memory traffic.
+Tiles of positions that lie before the second level's block (far) have keys of only the first level; they take
+a loop of their own without masks. In all other tiles each level loads its own positions, and masked lanes
+cost no memory traffic.
 """
 # mypy: ignore-errors
 # ruff: noqa: RUF005, SIM108 - the kernel language has no unpacking, and no conditional expressions of tensors
@@ -32,10 +34,11 @@ def load_slots(
     memory, stride, capacity, first, low, high,
     SIZE: tl.constexpr, WALK: tl.constexpr, ALIGN: tl.constexpr, RING: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Slots first ... first + WALK - 1 of all SIZE dimensions, (padded, WALK); with MASKED those from low to below high.
+    """Slots first ... first + WALK - 1 of all SIZE dimensions, (padded, WALK); with MASKED those from low to
+    below high.
 
-    Zero beyond SIZE. The boundaries are rounded outwards to ALIGN, so that loads stay wide: slots between a boundary and its
-    rounding hold garbage. A RING has its slots modulo the capacity.
+    Zero beyond SIZE. The boundaries are rounded outwards to ALIGN, so that loads stay wide: slots between a
+    boundary and its rounding hold garbage. A RING has its slots modulo the capacity.
     """
     column = tl.arange(0, padded(SIZE))
     slot = first + tl.arange(0, WALK)
@@ -61,10 +64,11 @@ def attend(
     RANKS: tl.constexpr, VALUE_RANKS: tl.constexpr, SCALES: tl.constexpr, FACTORS: tl.constexpr,
     ALIGNS: tl.constexpr, RINGS: tl.constexpr, WALK: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Adds positions first ... first + WALK - 1 to the running softmax: its sums of values, maximum (base 2), denominator.
+    """Adds positions first ... first + WALK - 1 to the running softmax: its sums of values, maximum (base 2),
+    denominator.
 
-    They have the first LEVELS levels of keys and VALUE_LEVELS of values. Without MASKED all rows see all of them, but for what
-    ``mask`` hides, which points at position 0 of each row.
+    They have the first LEVELS levels of keys and VALUE_LEVELS of values. Without MASKED all rows see all of
+    them, but for what ``mask`` hides, which points at position 0 of each row.
     """
     position = first + tl.arange(0, WALK)
     factor = tl.full((WALK,), item(FACTORS, 0), tl.float32)
@@ -123,9 +127,11 @@ def cached_kernel(
     ALIGNS: tl.constexpr, MULTIPLES: tl.constexpr, RINGS: tl.constexpr, OWN: tl.constexpr, WALK: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Output and log-sum-exp (base 2) of the queries of one unit of heads over one of ``num_splits`` chunks of positions.
+    """Output and log-sum-exp (base 2) of the queries of one unit of heads over one of ``num_splits`` chunks
+    of positions.
 
-    A unit is ``unit`` heads that share a key and a value head. The rows of a tile are the queries of all its heads.
+    A unit is ``unit`` heads that share a key and a value head. The rows of a tile are the queries of all its
+    heads.
     """
     number = tl.program_id(0) % num_units
     rest = tl.program_id(0) // num_units

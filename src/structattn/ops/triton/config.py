@@ -1,5 +1,5 @@
-"""The tiles of the Triton kernels: those that a search found (``tile_table``), else rules by dtype and dimension; and what a GPU's
-shared memory leaves of them."""
+"""The tiles of the Triton kernels: those that a search found (``tile_table``), else rules by dtype and
+dimension; and what a GPU's shared memory leaves of them."""
 
 from __future__ import annotations
 
@@ -57,8 +57,9 @@ def _config(*kernels: tuple[int, int, int, int]) -> KernelConfig:
     return KernelConfig(forward=forward, grad_queries=grad_queries, grad_keys=grad_keys, decode=decode)
 
 
-# By element size in bytes and the larger of the head and value dimension, up to which the row holds: for the forward kernel,
-# the gradients of queries and of keys, and decoding, the own rows, the walked rows, the warps and the stages.
+# By element size in bytes and the larger of the head and value dimension, up to which the row holds: for the
+# forward kernel, the gradients of queries and of keys, and decoding, the own rows, the walked rows, the warps
+# and the stages.
 _CONFIGS: tuple[tuple[int, int, KernelConfig], ...] = (
     (2, 64, _config((128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2), (16, 64, 4, 3))),
     (2, 128, _config((128, 64, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2), (16, 64, 4, 2))),
@@ -72,7 +73,9 @@ _CONFIGS: tuple[tuple[int, int, KernelConfig], ...] = (
 def why_not_on(
     device: torch.device, dtype: torch.dtype, ranks: tuple[int, ...], value_dim: int, length: int
 ) -> str | None:
-    """The reason why no kernel takes tensors of this device, dtype and size, as a sentence for the user, or ``None``."""
+    """The reason why no kernel takes tensors of this device, dtype and size, as a sentence for the user, or
+    ``None``.
+    """
     if device.type != "cuda" and not (INTERPRETED and device.type == "cpu"):
         return f"the Triton kernels need a CUDA device, and the tensors are on {device}"
     if device.type == "cuda" and (torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0)):
@@ -98,7 +101,9 @@ def no_room(ranks: tuple[int, ...]) -> str:
 
 
 def shared_memory(plan: KernelPlan, tiles: Tiles, itemsize: int, *, is_gradient: bool, masked: bool = False) -> int:
-    """Bytes of shared memory per block: own tiles and the buffers of the pipeline, as measured on compiled kernels."""
+    """Bytes of shared memory per block: own tiles and the buffers of the pipeline, as measured on compiled
+    kernels.
+    """
     walk = tiles.num_stages * tiles.walk * (plan.key_width + plan.value_width)
     mask = tiles.num_stages * tiles.walk * tiles.own if masked else 0
     if is_gradient:
@@ -109,7 +114,9 @@ def shared_memory(plan: KernelPlan, tiles: Tiles, itemsize: int, *, is_gradient:
 def _fitted(
     tiles: Tiles, layout: LevelLayout, value_dim: int, itemsize: int, limit: int, *, is_gradient: bool, masked: bool
 ) -> Tiles | None:
-    """The tiles, made smaller until they fit; many narrow levels take more columns than the head dimension has."""
+    """The tiles, made smaller until they fit; many narrow levels take more columns than the head dimension
+    has.
+    """
     while True:
         plan = make_plan(layout, None, value_dim, tiles)
         if shared_memory(plan, tiles, itemsize, is_gradient=is_gradient, masked=masked) <= limit:
@@ -155,9 +162,11 @@ def default_config(
     masked: bool = False,
     capability: Capability | None = None,
 ) -> KernelConfig | None:
-    """The tiles for a layout and a dtype, with a mask or without, or ``None`` where none fit; the smallest ones in Triton's interpreter.
+    """The tiles for a layout and a dtype, with a mask or without, or ``None`` where none fit; the smallest
+    ones in Triton's interpreter.
 
-    A kernel and shape that the table in use has for the capability of the GPU take its tiles, all others those of the rules.
+    A kernel and shape that the table in use has for the capability of the GPU take its tiles, all others
+    those of the rules.
 
     The interpreter has no use for large tiles, and small ones let it test boundaries on short sequences.
     """

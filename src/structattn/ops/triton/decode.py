@@ -1,4 +1,6 @@
-"""The decoding kernels: few queries over many keys, which are split among programs and merged by their log-sum-exps."""
+"""The decoding kernels: few queries over many keys, which are split among programs and merged by their
+log-sum-exps.
+"""
 # mypy: ignore-errors
 
 from __future__ import annotations
@@ -48,8 +50,8 @@ def decode_kernel(
 ):  # fmt: skip
     """Output and log-sum-exp (base 2) of the queries of one group of heads over one chunk of the keys.
 
-    The rows of a tile are the queries of all heads of the group, so each key is read once. The coarse levels of the plan are
-    those that all queries share.
+    The rows of a tile are the queries of all heads of the group, so each key is read once. The coarse levels
+    of the plan are those that all queries share.
     """
     split = tl.program_id(0) % num_splits
     rest = tl.program_id(0) // num_splits

@@ -65,10 +65,12 @@ def attend(
     PLAN: tl.constexpr, NUM_KEY: tl.constexpr, NUM_VALUE: tl.constexpr, WALK: tl.constexpr,
     MASKED: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
-    """Adds keys start ... stop to the running softmax: its sums of values, its maximum (base 2) and its denominator.
+    """Adds keys start ... stop to the running softmax: its sums of values, its maximum (base 2) and its
+    denominator.
 
-    ``key`` and ``value`` point at position 0, ``mask``, if there is one, at that of each query. ``factor`` is c_n log2(e) of the coarse levels that these keys share,
-    ``slope`` that of ALiBi times log2(e), if there is one. ``near``, ``window`` and ``side`` are for ``visible_pairs``.
+    ``key`` and ``value`` point at position 0, ``mask``, if there is one, at that of each query. ``factor`` is
+    c_n log2(e) of the coarse levels that these keys share, ``slope`` that of ALiBi times log2(e), if there is
+    one. ``near``, ``window`` and ``side`` are for ``visible_pairs``.
     """
     KEY_SUBTILES: tl.constexpr = key_subtiles_of(PLAN)
     VALUE_SUBTILES: tl.constexpr = value_subtiles_of(PLAN)
@@ -78,7 +80,8 @@ def attend(
         valid = place < stop
         row = place.to(tl.int64)
         keys = load_subtiles(key, row * key_stride, valid, KEY_SUBTILES, NUM_KEY, MASKED)
-        # One factor for all pairs is multiplied into the exponent, where it takes no instruction more than the subtraction does.
+        # One factor for all pairs is multiplied into the exponent, where it takes no instruction more than
+        # the subtraction does.
         IS_SCALED: tl.constexpr = FINE or softcap_of(PLAN) > 0 or slope is not None or not has_positive_factors(PLAN)
         if FINE:
             score = product_of(query, keys, num_coarse_subtiles(KEY_SUBTILES))
@@ -121,7 +124,8 @@ def walk_keys(
     PLAN: tl.constexpr, OWN: tl.constexpr, WALK: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr,
     ALIGNED: tl.constexpr, AFTER: tl.constexpr,
 ):  # fmt: skip
-    """The softmax of a tile of queries at positions first ... last over the keys low ... high, level by level.
+    """The softmax of a tile of queries at positions first ... last over the keys low ... high, level by
+    level.
 
     In blocks, without AFTER no key that shares only coarse levels is after the queries.
     """

@@ -1,19 +1,21 @@
 """How a layout becomes the compile-time constants of the Triton kernels.
 
-A kernel computes one tile of rows, its *own* tile, and walks over tiles of the other side. Own tiles never cross the
-boundary of a block that is about as large as a tile or larger (a *coarse* level), so all own rows share every coarse block,
-and the number of coarse levels that a pair shares depends only on the walked position. A walk therefore visits, level
-by level from far to near, ranges whose pairs share exactly the levels up to l: they need the first R_l dimensions and
-no mask. Only the middle, where blocks smaller than a tile (*fine* levels) begin and end, masks pairs.
+A kernel computes one tile of rows, its *own* tile, and walks over tiles of the other side. Own tiles never
+cross the boundary of a block that is about as large as a tile or larger (a *coarse* level), so all own rows
+share every coarse block, and the number of coarse levels that a pair shares depends only on the walked
+position. A walk therefore visits, level by level from far to near, ranges whose pairs share exactly the
+levels up to l: they need the first R_l dimensions and no mask. Only the middle, where blocks smaller than a
+tile (*fine* levels) begin and end, masks pairs.
 
-Windows of sliding levels begin and end at other positions for each row. There the walk of level l visits all positions that share
-exactly the levels up to l with some own row: a range that overlaps with that of the next level by a tile, of which only the ends,
-where not all own rows agree, mask pairs by their distance. All levels are coarse.
+Windows of sliding levels begin and end at other positions for each row. There the walk of level l visits all
+positions that share exactly the levels up to l with some own row: a range that overlaps with that of the next
+level by a tile, of which only the ends, where not all own rows agree, mask pairs by their distance. All
+levels are coarse.
 
-Dimensions are held as *subtiles*, tensors of a power of two of columns, since a tensor in registers cannot be sliced: first
-subtiles of the coarse dimensions, of which level l uses a prefix, then subtiles of each fine level. A subtile may reach beyond
-R_l; there the own tile is zero, and accumulators are cleared after each level, which is right because levels are walked
-in rising order.
+Dimensions are held as *subtiles*, tensors of a power of two of columns, since a tensor in registers cannot be
+sliced: first subtiles of the coarse dimensions, of which level l uses a prefix, then subtiles of each fine
+level. A subtile may reach beyond R_l; there the own tile is zero, and accumulators are cleared after each
+level, which is right because levels are walked in rising order.
 """
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 
@@ -36,8 +38,9 @@ _MIN_WIDTH = 16  # the least size of a matrix product on tensor cores
 _WASTE = 1.5  # a level is coarse when tiles that stop at its boundaries have at most this many times its rows
 _NARROWER = 0.7  # a level has a prefix of its own when it is at most this fraction of the next wider one
 
-# (start, width, stop, level, dim): columns start ... start + width, of which those below stop count; level is the index of
-# a fine level, 0 for coarse subtiles; dim is the size of the whole dimension, beyond which nothing may be read.
+# (start, width, stop, level, dim): columns start ... start + width, of which those below stop count; level is
+# the index of a fine level, 0 for coarse subtiles; dim is the size of the whole dimension, beyond which
+# nothing may be read.
 Subtile = tuple[int, int, int, int, int]
 
 
@@ -59,7 +62,9 @@ class Tiles:
 
     @property
     def options(self) -> dict[str, int]:
-        """How the compiler is called. A product and a sum may be rounded once: newer versions of Triton have to be told."""
+        """How the compiler is called. A product and a sum may be rounded once: newer versions of Triton have
+        to be told.
+        """
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
 
 
@@ -68,11 +73,12 @@ class KernelPlan:
     """A layout as the constants of one kernel; level indices count from 0, the global level.
 
     Attributes:
-        constants: nested tuples for the kernel: block sizes; factors c_n times log2(e); ends of the ranks; ends of the value
-            ranks; (end, a_l) per level, last level first, empty when all a_l are equal; key subtiles; value subtiles;
-            groups of coarse levels that use the same subtiles, as (first level, last level, number of key subtiles, number of
-            value subtiles); number of coarse levels; whether value slices exist; the soft cap times log2(e), 0 without;
-            whether levels slide: their windows are in place of the block sizes.
+        constants: nested tuples for the kernel: block sizes; factors c_n times log2(e); ends of the ranks;
+            ends of the value ranks; (end, a_l) per level, last level first, empty when all a_l are equal; key
+            subtiles; value subtiles; groups of coarse levels that use the same subtiles, as (first level,
+            last level, number of key subtiles, number of value subtiles); number of coarse levels; whether
+            value slices exist; the soft cap times log2(e), 0 without; whether levels slide: their windows are
+            in place of the block sizes.
         anchor: own tiles start anew at multiples of this many positions.
         per_anchor: own tiles from one such position to the next.
         aligned: whether the coarse blocks are whole tiles of the walk.
@@ -193,8 +199,9 @@ def make_plan(
     )
 
 
-# What kernels read from the constants. Only such functions give a constant for a constant in every version of Triton:
-# indexing nested tuples does not. Triton rejects names of types in them, so they carry no annotations.
+# What kernels read from the constants. Only such functions give a constant for a constant in every version of
+# Triton: indexing nested tuples does not. Triton rejects names of types in them, so they carry no
+# annotations.
 
 
 @triton.constexpr_function

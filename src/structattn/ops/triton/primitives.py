@@ -1,6 +1,7 @@
 """Tiles of positions and dimensions inside the Triton kernels: loads, ranges of levels, products, masks.
 
-A *subtile* holds some columns of a tile; tiles are tuples of subtiles. See ``plan`` for the plan and its terms.
+A *subtile* holds some columns of a tile; tiles are tuples of subtiles. See ``plan`` for the plan and its
+terms.
 """
 # mypy: ignore-errors
 # ruff: noqa: RUF005, SIM108 - the kernel language has no unpacking, and no conditional expressions of tensors
@@ -54,8 +55,8 @@ def own_tile(
     tile, first_block, num_queries, num_keys, cu_seqlens, cu_seqlens_k, tile_map, num_tiles,
     OWN: tl.constexpr, ANCHOR: tl.constexpr, PER_ANCHOR: tl.constexpr, PACKED: tl.constexpr, OWN_IS_KEY: tl.constexpr,
 ):  # fmt: skip
-    """Where a tile lies: its grid position and the end of its rows; and of its sequence the offsets of position 0 among queries and
-    among keys, the number of keys, and the position of the first query."""
+    """Where a tile lies: its grid position and the end of its rows; and of its sequence the offsets of
+    position 0 among queries and among keys, the number of keys, and the position of the first query."""
     if PACKED:
         sequence = tl.load(tile_map + tile)
         number = tl.load(tile_map + num_tiles + tile)
@@ -119,7 +120,9 @@ def middle(first, last, PLAN: tl.constexpr, ALIGNED: tl.constexpr, WALK: tl.cons
 
 @triton.jit
 def before(level, first, middle_low, low, high, PLAN: tl.constexpr):
-    """The positions before the middle that share exactly the coarse levels up to ``level`` with the own tile."""
+    """The positions before the middle that share exactly the coarse levels up to ``level`` with the own
+    tile.
+    """
     SIZES: tl.constexpr = sizes_of(PLAN)
     far = tl.where(level == 0, low, block_start(first, pick(SIZES, level)))
     near = tl.where(level == coarse_of(PLAN) - 1, middle_low, block_start(first, pick(SIZES, level + 1)))
@@ -128,7 +131,9 @@ def before(level, first, middle_low, low, high, PLAN: tl.constexpr):
 
 @triton.jit
 def after(level, first, middle_high, low, high, PLAN: tl.constexpr):
-    """The positions after the middle that share exactly the coarse levels up to ``level`` with the own tile."""
+    """The positions after the middle that share exactly the coarse levels up to ``level`` with the own
+    tile.
+    """
     SIZES: tl.constexpr = sizes_of(PLAN)
     size = pick(SIZES, level)
     inner = pick(SIZES, level + 1)
@@ -142,12 +147,14 @@ def sliding_range(
     level, turn, first, last, low, high, window,
     PLAN: tl.constexpr, OWN_IS_KEY: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, WALK: tl.constexpr,
 ):  # fmt: skip
-    """What is walked for a sliding level on one side of the own rows: the first turn takes the only side of a causal mask, else that before.
+    """What is walked for a sliding level on one side of the own rows: the first turn takes the only side of a
+    causal mask, else that before.
 
     Returns:
         side: 1 for walked positions before own ones, -1 after.
         near, far: pairs at distances from near to below far share exactly the levels up to ``level``.
-        start, whole, rest, stop: start ... stop have such pairs, and whole ... rest have whole tiles of nothing else.
+        start, whole, rest, stop: start ... stop have such pairs, and whole ... rest have whole tiles of
+        nothing else.
     """
     far = pick(sizes_of(PLAN), level)
     near = tl.where(level == coarse_of(PLAN) - 1, 0, pick(sizes_of(PLAN), level + 1))
@@ -173,7 +180,9 @@ def sliding_range(
 
 @triton.jit
 def load_subtiles(pointer, offsets, valid, SUBTILES: tl.constexpr, NUM: tl.constexpr, MASKED: tl.constexpr):
-    """The first NUM subtiles of rows at element ``offsets``; zero where not ``valid`` and beyond the dimension."""
+    """The first NUM subtiles of rows at element ``offsets``; zero where not ``valid`` and beyond the
+    dimension.
+    """
     subtiles = ()
     for p in tl.static_range(NUM):
         column = start_of(SUBTILES, p) + tl.arange(0, width_of(SUBTILES, p))
@@ -204,7 +213,9 @@ def load_own(
     pointer, offsets, valid, limit,
     SUBTILES: tl.constexpr, NUM: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Subtiles of the own tile, zero from ``limit`` on (fine subtiles: from their level's end on), times a_l."""
+    """Subtiles of the own tile, zero from ``limit`` on (fine subtiles: from their level's end on), times
+    a_l.
+    """
     loaded = load_subtiles(pointer, offsets, valid, SUBTILES, NUM, True)
     subtiles = ()
     for p in tl.static_range(NUM):
@@ -285,13 +296,17 @@ def soft_tanh(score, CAP: tl.constexpr):
 
 @triton.jit
 def with_alibi(score, slope, own, walk):
-    """Scores with the bias of ALiBi; ``slope`` is that of the own rows, a number or (rows, 1), in the units of the scores."""
+    """Scores with the bias of ALiBi; ``slope`` is that of the own rows, a number or (rows, 1), in the units
+    of the scores.
+    """
     return score - slope * tl.abs(own[:, None] - walk[None, :]).to(tl.float32)
 
 
 @triton.jit
 def add_weighted(total, weight, walk, own_position, walk_position, SUBTILES: tl.constexpr, NUM: tl.constexpr, FINE: tl.constexpr, PLAN: tl.constexpr):  # fmt: skip
-    """Adds weight @ walk to the first NUM subtiles, and with FINE to all: fine subtiles by pairs in one block of their level."""
+    """Adds weight @ walk to the first NUM subtiles, and with FINE to all: fine subtiles by pairs in one block
+    of their level.
+    """
     added = ()
     for p in tl.static_range(count(SUBTILES)):
         if level_of(SUBTILES, p) > 0 and FINE:
@@ -313,7 +328,9 @@ def shown_pairs(mask, offsets, valid):
 
 @triton.jit
 def visible_pairs(own, walk, stop, near, window, side, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """The pairs that may attend, among walked positions below ``stop``: keys are on one side of queries, 1 before own rows, -1 after."""
+    """The pairs that may attend, among walked positions below ``stop``: keys are on one side of queries, 1
+    before own rows, -1 after.
+    """
     shown = (walk < stop)[None, :]
     distance = (own[:, None] - walk[None, :]) * side
     if IS_CAUSAL:

@@ -1,6 +1,8 @@
-"""Tiles that a search on a GPU found to be the fastest: a JSON file for all GPUs, by their compute capability.
+"""Tiles that a search on a GPU found to be the fastest: a JSON file for all GPUs, by their compute
+capability.
 
-``python -m benchmarks.gpu`` searches and writes such a file. The one of the package is ``tiles.json`` beside this file.
+``python -m benchmarks.gpu`` searches and writes such a file. The one of the package is ``tiles.json`` beside
+this file.
 
     {"format_version": 1, "capabilities": {"9.0": [{"kernel": "forward", "itemsize": 2, "dim": 64, "levels": 8, "values": false,
         "own": 128, "walk": 64, "num_warps": 8, "num_stages": 3}, ...]}}
@@ -34,7 +36,8 @@ class TileEntry:
         dim: the larger of the head and the value dimension, up to which the entry holds.
         levels: number of levels up to which it holds.
         values: whether values have levels too.
-        own, walk, num_warps, num_stages: see ``Tiles``. Of the cached kernel, ``own`` is the most rows of a tile.
+        own, walk, num_warps, num_stages: see ``Tiles``. Of the cached kernel, ``own`` is the most rows of a
+            tile.
 
     Raises:
         ConfigError: a number that no kernel can have.
@@ -81,7 +84,9 @@ class TileEntry:
 
 @dataclass(frozen=True, eq=False)
 class TileTable:
-    """Entries by compute capability; tables are compared by identity, so that what is looked up can be kept."""
+    """Entries by compute capability; tables are compared by identity, so that what is looked up can be
+    kept.
+    """
 
     entries: Mapping[Capability, Sequence[TileEntry]]
 

@@ -27,6 +27,8 @@ LEVELS = sa.LevelLayout((4, 4), (8, 4))
 Q = torch.randn(2, 2, 3, 8)
 MODEL = sa.LanguageModel(8, "mlr:4|4", num_layers=1, embed_dim=16, num_heads=2, context_length=8)
 TRUNK = {"spec": "standard", "num_layers": 1, "embed_dim": 16, "num_heads": 2, "context_length": 8}
+WITHOUT_CONTEXT = {name: value for name, value in TRUNK.items() if name != "context_length"}
+FLOAT8 = torch.float8_e4m3fn
 ATTENTION = sa.Attention(16, 2, layout=LEVELS)
 
 
@@ -43,7 +45,7 @@ TABLE = {
     "LanguageModel": (sa.LanguageModel, {"vocab_size": 8, **TRUNK}, {"vocab_size": HUGE, "context_length": HUGE}),
     "Forecaster": (
         Forecaster,
-        {"look_back": 8, "horizon": 2, "patch_length": 2, "stride": 2, **{k: v for k, v in TRUNK.items() if k[0] != "c"}},
+        {"look_back": 8, "horizon": 2, "patch_length": 2, "stride": 2, **WITHOUT_CONTEXT},
         dict.fromkeys(("look_back", "horizon", "num_outputs", "num_historic", "num_static"), HUGE),
     ),
     "ICLRegressor": (
@@ -103,7 +105,7 @@ TABLE = {
     "Role.draw_": (
         mup.Role(kind="hidden").draw_,
         {"parameter": torch.zeros(3)},
-        {"parameter": (LAZY, torch.zeros(3).to_sparse(), torch.zeros(1).expand(3), torch.zeros(3).to(torch.float8_e4m3fn))},
+        {"parameter": (LAZY, torch.zeros(3).to_sparse(), torch.zeros(1).expand(3), torch.zeros(3).to(FLOAT8))},
     ),
     "fit": (matrices.fit, {"dense": torch.randn(4, 4), "like": "lowrank:1"}, {"seed": (2**63,), "like": TEXTS}),
 }  # fmt: skip

@@ -43,7 +43,17 @@ SPECS = [
     "mlr-text:2|1|1",
     "[standard,bilinear-dense+mlr:4|4]",
 ]
-MATRICES = ["dense", "lowrank:2", "mlr:2|1|1", "btt:1", "kronecker", "monarch", "butterfly", "kaleidoscope", "mlbtc:1x1x2|2x2x4s"]  # fmt: skip
+MATRICES = [
+    "dense",
+    "lowrank:2",
+    "mlr:2|1|1",
+    "btt:1",
+    "kronecker",
+    "monarch",
+    "butterfly",
+    "kaleidoscope",
+    "mlbtc:1x1x2|2x2x4s",
+]
 IDS = torch.arange(14).reshape(2, 7).mul(5).remainder(11)
 
 
@@ -51,14 +61,68 @@ def settings(*changes: str) -> list[str]:
     return [word for change in changes for word in ("--set", change)]
 
 
-STEPS = settings("training.batch_size=2", "training.steps=4", "training.eval_every=2", "training.checkpoint_every=2", "training.warmup_steps=0")  # fmt: skip
+STEPS = settings(
+    "training.batch_size=2",
+    "training.steps=4",
+    "training.eval_every=2",
+    "training.checkpoint_every=2",
+    "training.warmup_steps=0",
+)
 NEAREST = settings("task.dim=4", "task.num_points=4", "task.num_heads=1", "task.eval_examples=16") + STEPS
-TEXT = settings("task.context_length=16", "task.embed_dim=4", "task.num_heads=1", "task.num_layers=1", "task.eval_windows=3") + STEPS  # fmt: skip
-FORECAST = settings("task.look_back=24", "task.horizon=4", "task.embed_dim=4", "task.num_heads=1", "task.num_layers=1", "task.patch_length=8") + STEPS  # fmt: skip
-REGRESSION = settings("task.dim=3", "task.embed_dim=4", "task.num_heads=1", "task.num_layers=1", "task.eval_prompts=8") + STEPS  # fmt: skip
-CHRONOS = settings("task.context_length=30", "task.prediction_length=6", "task.season=12", "task.num_tokens=32", "task.embed_dim=4", "task.num_heads=1", "task.head_dim=4", "task.mlp_dim=8", "task.num_layers=1", "task.num_synthetic=4", "task.eval_windows=2", "task.forecasts=2", "task.num_samples=2") + STEPS  # fmt: skip
-RECALL = settings("task.context_length=24", "task.num_pairs=2", "task.num_keys=4", "task.num_values=4", "task.embed_dim=4", "task.num_heads=1", "task.num_layers=1", "task.eval_sequences=8") + STEPS  # fmt: skip
-UPTRAINING = settings("task.model=random", "task.context_length=24", "task.eval_windows=2", "task.attention_steps=2") + STEPS  # fmt: skip
+TEXT = (
+    settings(
+        "task.context_length=16", "task.embed_dim=4", "task.num_heads=1", "task.num_layers=1", "task.eval_windows=3"
+    )
+    + STEPS
+)
+FORECAST = (
+    settings(
+        "task.look_back=24",
+        "task.horizon=4",
+        "task.embed_dim=4",
+        "task.num_heads=1",
+        "task.num_layers=1",
+        "task.patch_length=8",
+    )
+    + STEPS
+)
+REGRESSION = (
+    settings("task.dim=3", "task.embed_dim=4", "task.num_heads=1", "task.num_layers=1", "task.eval_prompts=8") + STEPS
+)
+CHRONOS = (
+    settings(
+        "task.context_length=30",
+        "task.prediction_length=6",
+        "task.season=12",
+        "task.num_tokens=32",
+        "task.embed_dim=4",
+        "task.num_heads=1",
+        "task.head_dim=4",
+        "task.mlp_dim=8",
+        "task.num_layers=1",
+        "task.num_synthetic=4",
+        "task.eval_windows=2",
+        "task.forecasts=2",
+        "task.num_samples=2",
+    )
+    + STEPS
+)
+RECALL = (
+    settings(
+        "task.context_length=24",
+        "task.num_pairs=2",
+        "task.num_keys=4",
+        "task.num_values=4",
+        "task.embed_dim=4",
+        "task.num_heads=1",
+        "task.num_layers=1",
+        "task.eval_sequences=8",
+    )
+    + STEPS
+)
+UPTRAINING = (
+    settings("task.model=random", "task.context_length=24", "task.eval_windows=2", "task.attention_steps=2") + STEPS
+)
 TRAIN = {
     "nearest-neighbor": [*NEAREST, "--attention", "bilinear-btt:1"],
     "text": [*TEXT, "--attention", "mlr:2|1|1"],
@@ -83,11 +147,43 @@ COMPARE += ["--attention", "standard", "bilinear-btt:1", "--out", "comparison"]
 SWEEP = ["sweep", "nearest-neighbor", *NEAREST, "--param", "training.learning_rate=log:1e-4:1e-1", "--trials", "2"]
 SWEEP += ["--scheduler", "none", "--jobs", "1", "--out", "sweep"]
 RESULTS = {
-    "scaling": ["compare", "text", *TEXT, *settings("training.parametrization=mup", "training.eval_every=20"), "--attention", "standard", "mlr:2|2", "--widths", "4", "--budgets", "1e6", "2e6", "4e6"],
+    "scaling": [
+        "compare",
+        "text",
+        *TEXT,
+        *settings("training.parametrization=mup", "training.eval_every=20"),
+        "--attention",
+        "standard",
+        "mlr:2|2",
+        "--widths",
+        "4",
+        "--budgets",
+        "1e6",
+        "2e6",
+        "4e6",
+    ],
     "forecast": ["compare", "forecast", *FORECAST, "--attention", "standard", "peer:DLinear", "--seeds", "2"],
     "fit": ["fit", "hadamard", "--size", "8", "--structures", "lowrank:2", "btt:1", "--refine", "2"],
-    "mup": ["mup", "check", "--structures", "standard", "--widths", "8", "16", "--steps", "1", "2", "--seeds", "1", "--transfer-widths", "8", "16", "--transfer-steps", "2"],
-}  # fmt: skip
+    "mup": [
+        "mup",
+        "check",
+        "--structures",
+        "standard",
+        "--widths",
+        "8",
+        "16",
+        "--steps",
+        "1",
+        "2",
+        "--seeds",
+        "1",
+        "--transfer-widths",
+        "8",
+        "16",
+        "--transfer-steps",
+        "2",
+    ],
+}
 
 
 def run(*words: str) -> str:
@@ -208,7 +304,15 @@ def write_caches() -> None:
 
 def write_calibrated() -> None:
     """A calibration, the model that it gives, and its logits after a cache."""
-    sizes = {"vocab_size": 11, "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32}  # fmt: skip
+    sizes = {
+        "vocab_size": 11,
+        "hidden_size": 16,
+        "intermediate_size": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 32,
+    }
     torch.manual_seed(0)
     plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()
     folder = Path("transformers")
@@ -245,12 +349,29 @@ def write_packages() -> None:
 
 
 def write_transformers() -> None:
-    sizes = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 16}  # fmt: skip
+    sizes = {
+        "vocab_size": 11,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 16,
+    }
     torch.manual_seed(0)
     plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()
     own_sizes = {"vocab_size": 11, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     own = StructAttnForCausalLM(StructAttnConfig(**own_sizes, attention="bilinear-btt:1", max_position_embeddings=16))
-    t5_sizes = {"context_length": 16, "prediction_length": 4, "num_tokens": 16, "embed_dim": 8, "num_heads": 2, "head_dim": 4, "mlp_dim": 8, "num_layers": 1}  # fmt: skip
+    t5_sizes = {
+        "context_length": 16,
+        "prediction_length": 4,
+        "num_tokens": 16,
+        "embed_dim": 8,
+        "num_heads": 2,
+        "head_dim": 4,
+        "mlp_dim": 8,
+        "num_layers": 1,
+    }
     t5 = transformers.T5ForConditionalGeneration(new_config(**t5_sizes))
     models = {
         "structurized": structurize(plain, "mlr:2|2", context_length=16),

@@ -286,7 +286,9 @@ import os, resource, torch, structattn as sa
 torch.manual_seed(0)
 q, k, v = (torch.randn(1, 1, 8192, 64, requires_grad=True) for _ in range(3))
 def step(layout, q, k, v):
-    mask = None if layout.boundaries is None else (torch.arange(q.shape[2]) % 97 > 0)[None, None, None]  # of keys, never T x T
+    mask = None
+    if layout.boundaries is not None:  # of keys, never T x T
+        mask = (torch.arange(q.shape[2]) % 97 > 0)[None, None, None]
     slopes = torch.tensor([0.01])
     sa.structured_attention(q, k, v, layout, backend="blocked", attn_mask=mask, alibi_slopes=slopes).sum().backward()
 segments = ((0,), tuple(range(0, 8192, 100)))

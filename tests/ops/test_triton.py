@@ -519,7 +519,8 @@ levels = LevelLayout.halving((8,) * 4, 512)
 sliced = LevelLayout.halving((64, 32, 32), 4096, value_ranks=(64, 32, 32))
 sliding = LevelLayout.sliding((8,) * 8, [4096 >> level for level in range(8)])
 packed = Call(layout=levels, cu_seqlens=torch.tensor([0, 1]), terms=ScoreTerms(alibi_slopes=torch.ones(1, 1)))
-masked = Call(layout=sliced, is_causal=False, terms=ScoreTerms(softcap=50.0, attn_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool)))
+terms = ScoreTerms(softcap=50.0, attn_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool))
+masked = Call(layout=sliced, is_causal=False, terms=terms)
 found = [
     compile_for(source, (9, 0))
     for layout, dtype, value_dim, call in (

@@ -114,7 +114,8 @@ def test_the_other_processes_hear_of_a_wrong_call(cluster: Cluster) -> None:
 
 TINY = """AutoModelForCausalLM.from_config(
     __import__("transformers").Qwen3Config(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=128
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=128
     )
 )"""
 

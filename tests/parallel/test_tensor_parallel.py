@@ -159,7 +159,8 @@ def test_weights_of_any_number_of_processes_are_loaded_by_any_other(cluster: Clu
 
 
 MESSAGES = {
-    "heads": "num_kv_heads of Attention trunk.blocks.0.attention must be a multiple of the processes: got 1 key heads and 4 processes",
+    "heads": "num_kv_heads of Attention trunk.blocks.0.attention must be a multiple of the processes: "
+    "got 1 key heads and 4 processes",
     "hidden": "hidden features of MLP 0.trunk.blocks.1.mlp must be a multiple of the processes: got 9 features and 4",
     "layer": "cannot be divided by heads: only Attention can",
     "linear": "up of MLP trunk.blocks.0.mlp must be an nn.Linear to be divided, got StructuredLinear",

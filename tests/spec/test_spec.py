@@ -121,7 +121,10 @@ def test_bad_specs_are_named(text: str, message: str) -> None:
         ("[standard,window:128]", ["standard", "window:128", "standard", "window:128"]),
         ("[standard,window:8,window:8]", ["standard", "window:8", "window:8", "standard"]),
         ("[mlr:32|32,scaling=paper,window:128]", ["mlr:32|32,scaling=paper", "window:128"] * 2),
-        ("[mlr:8|8,values=4|4,scaling=mup+window:3,standard:1]", ["mlr:8|8,scaling=mup,values=4|4+window:3", "standard:1"] * 2),
+        (
+            "[mlr:8|8,values=4|4,scaling=mup+window:3,standard:1]",
+            ["mlr:8|8,scaling=mup,values=4|4+window:3", "standard:1"] * 2,
+        ),
     ],
 )  # fmt: skip
 def test_a_list_is_repeated_over_the_layers(text: str, layers: list[str]) -> None:

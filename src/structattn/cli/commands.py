@@ -59,11 +59,13 @@ def _measure_costs() -> None:
 
 COMMANDS = {
     "build-native": Command(
-        about="Build the C++ code that makes attention with levels faster on a CPU, once on each machine (half a minute).",
+        about="Build the C++ code that makes attention with levels faster on a CPU, once on each machine "
+        "(half a minute).",
         run=_build_native,
     ),
     "measure-costs": Command(
-        about="Measure what small operations cost on this machine, and store it: attention without the C++ code then decides by it (four seconds).",
+        about="Measure what small operations cost on this machine, and store it: attention without the C++ code "
+        "then decides by it (four seconds).",
         run=_measure_costs,
     ),
     "info": Command(about="List versions, devices, and which backends can run here (and why not).", run=_info),
@@ -100,8 +102,8 @@ def run(session: Session, at_once: object = None) -> None:
         )
     parser = _Parser(
         prog="structattn",
-        description="What structattn has and can do here. Commands that train, compare and measure are in structattn-lab: "
-        f"{install_lab()}",
+        description="What structattn has and can do here. Commands that train, compare and measure are in "
+        f"structattn-lab: {install_lab()}",
         epilog="structattn --version prints the version. With --traceback, an error shows where it was raised.",
     )
     commands = parser.add_subparsers(metavar="COMMAND", parser_class=_Parser)

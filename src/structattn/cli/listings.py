@@ -37,7 +37,10 @@ def structures() -> str:
         counts = (f"{m.num_params:,}", f"{m.flops:,}", str(m.rank_bound))
         rows.append((family.syntax, family.example, *counts, family.meaning))
     header = ("form", "example", "params", "FLOPs", "rank", "meaning")
-    note = f"One {size} x {size} matrix; FLOPs of one product, 2 per multiply-add. Quote a form in the shell: | is a pipe there."
+    note = (
+        f"One {size} x {size} matrix; FLOPs of one product, 2 per multiply-add. "
+        "Quote a form in the shell: | is a pipe there."
+    )
     return _table(header, rows, words=("example", "meaning"), notes=(note,))
 
 

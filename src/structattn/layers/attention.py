@@ -52,7 +52,9 @@ KeyCache = Literal["smaller", "features", "hidden"]
 class Attention(AttentionLayer, NumberedLayer):
     """Multi-head attention with a structured score.
 
-        out = W_O concat_h( softmax_j( score_h(i, j) ) W_V x_j ), score_h from the scoring, shared by the layout.
+        out = W_O concat_h( softmax_j( score_h(i, j) ) W_V x_j )
+
+    with score_h from the scoring, shared by the layout.
 
     Args:
         embed_dim, num_heads: E, and H, which divides it. Give the rest by name: ``nn.MultiheadAttention`` has

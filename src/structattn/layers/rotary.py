@@ -42,9 +42,9 @@ class RotaryScaling:
     """A change of the frequencies for contexts longer than those of training, by the factor s.
 
         linear   theta_i' = theta_i / s                            (positions divided by s)
-        ntk      theta_i' = b'^(-i/N), b' = base s^(d/(d-2))       (d = 2N rotated dimensions; the slowest is divided by s,
-                                                                   the fastest kept; with N = 1 nothing
-                                                                   changes)
+        ntk      theta_i' = b'^(-i/N), b' = base s^(d/(d-2))       (d = 2N rotated dimensions; the slowest is
+                                                                   divided by s, the fastest kept; with
+                                                                   N = 1 nothing changes)
         yarn     theta_i' = theta_i (g + (1 - g) / s),  g = (t_i - 1) / (32 - 1) clipped to [0, 1],
                  t_i = LENGTH theta_i / 2 pi, the turns within the original length; and q and k times 0.1 ln s
                  + 1
@@ -65,11 +65,11 @@ class RotaryScaling:
         ConfigError: an unknown kind, a factor that is not a finite number of at least 1, or a length missing
             or too much.
 
-    Source: linear: Chen et al. 2023, "Extending Context Window of Large Language Models via Positional Interpolation"; ntk:
-    "NTK-aware" in Peng et al. 2023, "YaRN", section 3.1; yarn: the same, sections 3.2 and 3.4. As in the text
-    there, the ramp is linear in turns; the code published with it, and those that follow it, make it linear
-    in the index of the frequency. Our temperature also scales the dimensions that are not rotated, so that it
-    is one for the whole score.
+    Source: linear: Chen et al. 2023, "Extending Context Window of Large Language Models via Positional
+    Interpolation"; ntk: "NTK-aware" in Peng et al. 2023, "YaRN", section 3.1; yarn: the same, sections 3.2
+    and 3.4. As in the text there, the ramp is linear in turns; the code published with it, and those that
+    follow it, make it linear in the index of the frequency. Our temperature also scales the dimensions that
+    are not rotated, so that it is one for the whole score.
     """
 
     kind: ScalingKind

@@ -18,7 +18,8 @@ class GlobalWindowLayout:
     """Two softmaxes, added: one over all keys on the first dimensions, one over a sliding window on the
     others.
 
-        out_i = softmax_j(<q_i[:r_1], k_j[:r_1]> c_1) v_j  +  softmax_{j in window(i)}(<q_i[r_1:], k_j[r_1:]> c_2) v_j
+        out_i = softmax_j(<q_i[:r_1], k_j[:r_1]> c_1) v_j
+              + softmax_{j in window(i)}(<q_i[r_1:], k_j[r_1:]> c_2) v_j
 
     A baseline of the paper. Not one softmax, so it has no log-sum-exp and is not a ``LevelLayout``.
 

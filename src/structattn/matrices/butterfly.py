@@ -69,7 +69,8 @@ class Butterfly(FactoredMatrix):
     A vector of num_cols numbers has indices (i_1, ..., i_k), i_t < n_t; one of num_rows has (o_1, ..., o_k),
     o_t < m_t. Stage k acts first and stage 1 last; stage t turns i_t into o_t:
 
-        y[i_1 .. i_{t-1}, o_t, o_{t+1} .. o_k] = sum over i_t of W_t[outer, inner, o_t, i_t] x[i_1 .. i_t, o_{t+1} .. o_k]
+        y[i_1 .. i_{t-1}, o_t, o_{t+1} .. o_k] =
+            sum over i_t of W_t[outer, inner, o_t, i_t] x[i_1 .. i_t, o_{t+1} .. o_k]
 
     with outer = (i_1 ... i_{t-1}), inner = (o_{t+1} ... o_k) flattened. With all radices 2 it is the
     butterfly matrix of Dao et al. 2019; two stages are a block tensor train. With ``rank`` s neighbouring

@@ -27,8 +27,11 @@ class Forecaster(nn.Module):
     Each window is centred on its last value and divided by its standard deviation; the forecast is
     transformed back. With covariates a token is the sum of what is read from its patch of each of them:
 
-        token_t = W_y y[patch_t] + W_c c[patch_t] + W_s s          c: historic and future covariates in the look-back, s: static
-        forecast_j = head(tokens)_j + W_o gelu(W_f f_j + W_m mean_t token_t)                   f_j: future covariates of step j
+        token_t = W_y y[patch_t] + W_c c[patch_t] + W_s s
+        forecast_j = head(tokens)_j + W_o gelu(W_f f_j + W_m mean_t token_t)
+
+    with c the historic and future covariates in the look-back, s the static ones, and f_j the future ones of
+    step j.
 
     Args:
         spec: attention of the layers, as ``Transformer`` takes it.

@@ -29,18 +29,17 @@ _WITH_FAN_IN = ("hidden", "factor", "output")
 class Role:
     """The role of one parameter in muP.
 
-    ==========  ==========================================================  ============
-    ====================== kind        what                                                        initial std   learning rate (AdamW)
-    ==========  ==========================================================  ============
-    ====================== embedding   token and position embeddings, input projections            0.02, or std  rate
-    hidden      a matrix that reads the width: q, k, v, MLP in              1/sqrt(f)     rate base_fan_in sqrt(u) / f
-    factor      one factor of a structured matrix, f that of one block      1/sqrt(f)     likewise
-    output      attention output, MLP output, head                          0             likewise
-    norm        the weights of a norm                                       1, constant   rate
-    gain        other factors near one, such as the weights of a sum        1, constant   rate
-    bias        anything added                                              0             rate
-    ==========  ==========================================================  ============
-    ======================
+    ==========  =================================================  ============  ============================
+    kind        what                                               initial std   learning rate (AdamW)
+    ==========  =================================================  ============  ============================
+    embedding   token and position embeddings, input projections   0.02, or std  rate
+    hidden      a matrix that reads the width: q, k, v, MLP in     1/sqrt(f)     rate base_fan_in sqrt(u) / f
+    factor      one factor of a structured matrix, of its block f  1/sqrt(f)     likewise
+    output      attention output, MLP output, head                 0             likewise
+    norm        the weights of a norm                              1, constant   rate
+    gain        other factors near one, as the weights of a sum    1, constant   rate
+    bias        anything added                                     0             rate
+    ==========  =================================================  ============  ============================
 
     Args:
         kind: see above.

@@ -1,7 +1,8 @@
 """The one-line text form of an attention variant: scoring + layout, to and from objects.
 
-    standard   standard:1   bilinear-btt:2   bilinear-mlr:16|8|4|4   bilinear-monarch   mlr:32|16|8|8   mlr:32|32@512|64
-    mlr-text:32|16|16   sliding:32|32@-|128   window:512   global-window:32|32@512   bilinear-btt:1+mlr:32|16|8|8+window:256
+    standard   standard:1   bilinear-btt:2   bilinear-mlr:16|8|4|4   bilinear-monarch   mlr:32|16|8|8
+    mlr:32|32@512|64   mlr-text:32|16|16   sliding:32|32@-|128   window:512   global-window:32|32@512
+    bilinear-btt:1+mlr:32|16|8|8+window:256
 
 Options follow after commas: ``mlr:32|16|8|8,scaling=paper``, ``bilinear-btt:1,rms_cap=true``.
 """

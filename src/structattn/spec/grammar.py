@@ -1,6 +1,6 @@
 """The grammar of all text forms, in one place, so that the same mistake gets the same message everywhere.
 
-    NAME[:VALUE][,KEY=VALUE...]     a term, such as ``mlr:32|16,scaling=paper``; a table of ``Form`` says which there are
+    NAME[:VALUE][,KEY=VALUE...]     a term, such as ``mlr:32|16,scaling=paper``: one of a table of ``Form``
     A|B|...                         values of one kind
     KEY=VALUE                       an assignment
     A,B,...                         a list, whose commas are outside of brackets

@@ -179,7 +179,8 @@ def _steps(df: pd.DataFrame, offset: Any, freq: str | int, id_col: str, time_col
             + (
                 "is this the frequency?"
                 if wrong.all()
-                else "move times onto the grid, fill gaps with utilsforecast.preprocessing.fill_gaps, and mark the new rows by a column "
+                else "move times onto the grid, fill gaps with utilsforecast.preprocessing.fill_gaps, and mark "
+                "the new rows by a column "
                 "available_mask of 1 and, there, 0"
             )
         )

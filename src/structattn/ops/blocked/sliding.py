@@ -2,8 +2,9 @@
 dense, and views of whole tensors.
 
 All squares of b positions that are m squares away from the diagonal have pairs at the distances (m - 1) b + 1
-... (m + 1) b - 1, and are one family. Where these pairs share one number of levels, the family is a block; else each of its squares is divided into four. Squares
-are never divided below a size at which that costs more than products over all levels of their pairs.
+to (m + 1) b - 1, and are one family. Where these pairs share one number of levels, the family is a block;
+else each of its squares is divided into four. Squares are never divided below a size at which that costs more
+than products over all levels of their pairs.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """What an online softmax pass is given: tiles of the score matrix, the parameters of the scores, and products
 of a tile level by level:
 
-    S = (Q_0 K_0^T + sum over deeper levels n of M_n * (Q_n K_n^T)) * C,   M_n = 1 where a pair shares level n, else 0
+    S = (Q_0 K_0^T + sum over deeper levels n of M_n * (Q_n K_n^T)) * C
 
-C is the scale of a pair over that of one that shares the fewest levels. One exponential is computed per pair,
-however many numbers of levels there are in a tile.
+M_n is 1 where a pair shares level n, else 0. C is the scale of a pair over that of one that shares the fewest
+levels. One exponential is computed per pair, however many numbers of levels there are in a tile.
 """
 
 from __future__ import annotations

@@ -62,7 +62,10 @@ def why_not_here() -> str | None:
             "instructions: run `structattn build-native` once, or "
             f"`pip install --force-reinstall --no-deps --no-cache-dir {requirement('structattn-native')}`"
         )
-    return "its C++ code is not built on this machine: run `structattn build-native` (or structattn.ops.build_native()) once"
+    return (
+        "its C++ code is not built on this machine: run `structattn build-native` (or "
+        "structattn.ops.build_native()) once"
+    )
 
 
 def build_native() -> Path:

@@ -167,7 +167,8 @@ def natural(subtiles, SUBTILES: tl.constexpr, SCALES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_queries", "num_keys", "first_block", "num_tiles", "window", "num_sequences"])
 def gradient_kernel(
-    own_key, own_value, walk_key, walk_value, grad_key, grad_value, base, delta, cu_seqlens, cu_seqlens_k, tile_map, mask, slopes,
+    own_key, own_value, walk_key, walk_value, grad_key, grad_value, base, delta,
+    cu_seqlens, cu_seqlens_k, tile_map, mask, slopes,
     own_key_batch, own_key_head, own_key_row, own_value_batch, own_value_head, own_value_row,
     walk_key_batch, walk_key_head, walk_key_row, walk_value_batch, walk_value_head, walk_value_row,
     grad_key_batch, grad_key_head, grad_key_row, grad_value_batch, grad_value_head, grad_value_row,

@@ -141,7 +141,7 @@ def decode(
     """Attention of the newest tokens over a cache that already has them.
 
         score_h(x) = c_n sum over l <= n of a_l <q_h,l, k_l[x]>,   n = number of levels with x >= start_l
-        out_h,l = sum over x >= start_l of softmax_x(score_h)(x) v_l[x]   (without hierarchical values: over all x)
+        out_h,l = sum over x >= start_l of softmax_x(score_h)(x) v_l[x]   (without value ranks: over all x)
 
     for the positions x = start_1 ... p of a batch row, p being that of its newest token. Arguments are taken
     as checked.
@@ -212,7 +212,8 @@ def decode(
     shown = None if mask is None else mask.expand(batch, num_heads, num_queries, -1).view(torch.uint8)
     with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
         cached_kernel[(num_splits * programs,)](
-            q, tuple(keys), tuple(values), starts.contiguous(), counts.contiguous(), partial, partial_lse, shown, slopes,
+            q, tuple(keys), tuple(values), starts.contiguous(), counts.contiguous(),
+            partial, partial_lse, shown, slopes,
             *q.stride()[:3], tuple(k.stride()[:3] for k in keys), tuple(v.stride()[:3] for v in values), capacities,
             *((0,) * 5 if shown is None else (*shown.stride(), shown.shape[3])),
             batch, num_splits, num_rows, num_units, num_tiles, unit, heads_per_key, heads_per_value, num_queries,

@@ -178,7 +178,8 @@ def walk_keys(
                     )  # fmt: skip
             else:
                 sums, top, total = attend(
-                    sums, top, total, own, position, key, value, key_stride, value_stride, start, stop, factor, 0, window, 1,
+                    sums, top, total, own, position, key, value, key_stride, value_stride,
+                    start, stop, factor, 0, window, 1,
                     mask, mask_stride, slope,
                     PLAN, group_of(PLAN, group, 2), group_of(PLAN, group, 3), WALK, MASKED, False, HAS_WINDOW, False,
                 )  # fmt: skip
@@ -193,7 +194,8 @@ def walk_keys(
     if not slides(PLAN):
         LAST: tl.constexpr = coarse_of(PLAN) - 1
         own = load_own(
-            query, query_offset, row_valid, item(ends_of(PLAN), LAST), KEY_SUBTILES, count(KEY_SUBTILES), scales_of(PLAN)
+            query, query_offset, row_valid, item(ends_of(PLAN), LAST),
+            KEY_SUBTILES, count(KEY_SUBTILES), scales_of(PLAN)
         )  # fmt: skip
         start = tl.maximum(middle_low, low)
         stop = tl.minimum(middle_high, high)

@@ -82,7 +82,8 @@ def own_tile(
 @triton.jit
 def reach(
     first, last, walk_first, walk_stop, window,
-    OWN_IS_KEY: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, ALIGNED: tl.constexpr, WALK: tl.constexpr,
+    OWN_IS_KEY: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    ALIGNED: tl.constexpr, WALK: tl.constexpr,
 ):  # fmt: skip
     """The range of walked positions that rows first ... last can see (or be seen by)."""
     low = walk_first
@@ -303,7 +304,10 @@ def with_alibi(score, slope, own, walk):
 
 
 @triton.jit
-def add_weighted(total, weight, walk, own_position, walk_position, SUBTILES: tl.constexpr, NUM: tl.constexpr, FINE: tl.constexpr, PLAN: tl.constexpr):  # fmt: skip
+def add_weighted(
+    total, weight, walk, own_position, walk_position,
+    SUBTILES: tl.constexpr, NUM: tl.constexpr, FINE: tl.constexpr, PLAN: tl.constexpr,
+):  # fmt: skip
     """Adds weight @ walk to the first NUM subtiles, and with FINE to all: fine subtiles by pairs in one block
     of their level.
     """

@@ -4,8 +4,8 @@ capability.
 ``python -m benchmarks.gpu`` searches and writes such a file. The one of the package is ``tiles.json`` beside
 this file.
 
-    {"format_version": 1, "capabilities": {"9.0": [{"kernel": "forward", "itemsize": 2, "dim": 64, "levels": 8, "values": false,
-        "own": 128, "walk": 64, "num_warps": 8, "num_stages": 3}, ...]}}
+    {"format_version": 1, "capabilities": {"9.0": [{"kernel": "forward", "itemsize": 2, "dim": 64,
+        "levels": 8, "values": false, "own": 128, "walk": 64, "num_warps": 8, "num_stages": 3}, ...]}}
 """
 
 from __future__ import annotations

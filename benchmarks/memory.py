@@ -1,5 +1,4 @@
-"""Peak memory of one call of a case: ``python -m benchmarks.memory BENCHMARK DEVICE DTYPE CASE`` prints the
-bytes.
+"""Peak memory of one call of a case.
 
 On a CPU the growth of the resident set says it, in fresh processes: an old one holds freed memory that a call
 would reuse unseen. Of equal calls it differs by up to half, since it depends on which freed memory the C
@@ -21,7 +20,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.machine import ROOT
-from benchmarks.registry import BENCHMARKS, Benchmark, Case, Group, Work
+from benchmarks.registry import Benchmark, Case, Group, Work
 from structattn_lab.training.memory import peak_memory_bytes, reset_peak_memory
 
 RESOLUTION = 2**20  # bytes; a smaller peak is not to be divided by
@@ -57,7 +56,7 @@ def peak(bench: Benchmark, group: Group, case: Case, device: torch.device, dtype
     if device.type == "cuda":
         return Peak(resident=growth(case.build()), tensors=None)
     name = str(dtype).removeprefix("torch.")
-    command = [sys.executable, "-m", "benchmarks.memory", bench.name, device.type, name, group.name_of(case)]
+    command = [sys.executable, "-m", "benchmarks.memory_process", bench.name, device.type, name, group.name_of(case)]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "OMP_NUM_THREADS": str(torch.get_num_threads()),
@@ -107,22 +106,3 @@ def _return_freed_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
-
-
-def _main(benchmark: str, device: str, dtype: str, name: str) -> None:
-    import benchmarks.run  # noqa: F401  # registers all benchmarks
-
-    bench = BENCHMARKS[benchmark]
-    groups = list(bench.groups(torch.device(device), getattr(torch, dtype)))
-    group, case = next((g, c) for g in groups for c in g.cases if g.name_of(c) == name)
-    torch.manual_seed(0)
-    # Libraries and threads take their memory at the first call: the same variant at the smallest size.
-    alike = [c for g in groups if g.mode == group.mode for c in g.cases if c.label == case.label]
-    min(alike, key=lambda c: c.sizes[bench.axis]).build()()
-    resident = growth(case.build())
-    peak_of_case = Peak(resident=resident, tensors=tensor_growth(case.build()))
-    print(json.dumps(peak_of_case._asdict()))  # noqa: T201
-
-
-if __name__ == "__main__":
-    _main(*sys.argv[1:])

@@ -14,18 +14,9 @@ from typing import Any
 
 import torch
 
-# They register themselves; a new benchmark is imported here too.
-import benchmarks.attention
-import benchmarks.call
-import benchmarks.context_parallel
-import benchmarks.decode
-import benchmarks.linear
-import benchmarks.llama
-import benchmarks.model
-import benchmarks.serve
-import benchmarks.step  # noqa: F401
 from benchmarks import machine, memory, report
-from benchmarks.registry import BENCHMARKS, Benchmark, Group
+from benchmarks.registered import BENCHMARKS
+from benchmarks.registry import Benchmark, Group
 from benchmarks.timing import SEED, Ceilings, Clock, CpuClock, CudaClock, measure_ceilings, measure_group
 from structattn.checks import check_number
 from structattn.errors import ConfigError, nearest_name

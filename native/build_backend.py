@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,7 +19,6 @@ from types import ModuleType
 from setuptools import build_meta
 from setuptools.build_meta import (
     build_editable,
-    build_sdist,
     build_wheel,
     get_requires_for_build_sdist,
     prepare_metadata_for_build_editable,
@@ -39,6 +39,8 @@ __all__ = [
 ]
 
 ROOT = Path(__file__).parent
+COPY = ROOT / "code"  # in an sdist
+SOURCES = COPY if COPY.is_dir() else ROOT.parent / "src" / "structattn" / "ops" / "native"
 OLDEST = (2, 11)  # the oldest PyTorch that structattn allows
 
 
@@ -69,6 +71,20 @@ def needs_torch() -> list[str]:
     return [] if tuple(map(int, found.split(".")[:2])) >= OLDEST else [f"torch>={OLDEST[0]}.{OLDEST[1]}"]
 
 
+def build_sdist(sdist_directory: str, config_settings=None) -> str:
+    """An sdist, with a copy of the C++ code."""
+    if COPY.is_dir():  # it is made from an sdist
+        return build_meta.build_sdist(sdist_directory, config_settings)
+    COPY.mkdir()
+    try:
+        for path in SOURCES.iterdir():
+            if path.suffix in (".cpp", ".h") or path.name == "compiler.py":
+                shutil.copy(path, COPY)
+        return build_meta.build_sdist(sdist_directory, config_settings)
+    finally:
+        shutil.rmtree(COPY)
+
+
 def get_requires_for_build_wheel(config_settings=None) -> list[str]:
     return [*build_meta.get_requires_for_build_wheel(config_settings), *needs_torch()]
 
@@ -79,7 +95,7 @@ def get_requires_for_build_editable(config_settings=None) -> list[str]:
 
 def load_compiler() -> ModuleType:
     """``compiler.py`` of structattn, which need not be installed."""
-    spec = importlib.util.spec_from_file_location("structattn_native_compiler", ROOT / "code" / "compiler.py")
+    spec = importlib.util.spec_from_file_location("structattn_native_compiler", SOURCES / "compiler.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

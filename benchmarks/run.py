@@ -21,7 +21,7 @@ from benchmarks.timing import SEED, Ceilings, Clock, CpuClock, CudaClock, measur
 from structattn.checks import check_number
 from structattn.errors import ConfigError, nearest_name
 from structattn.progress import progress_bar
-from structattn_lab.folders import OF_EVERY_FOLDER, Owner, opened
+from structattn_lab.runs.folders import OF_EVERY_FOLDER, Owner, opened
 
 REPEATS = 21
 PATIENCE_S = 60.0

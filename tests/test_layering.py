@@ -4,118 +4,204 @@ trusted.
 
 import ast
 import sys
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 import structattn
-
-ROOT = Path(structattn.__file__).parent
-# The most specific prefix gives the floor. The lab is another package, which the library never imports.
-FLOORS = {
-    "errors": 0,
-    "extras": 0,
-    "checks": 1,
-    "extensions": 1,
-    "files": 2,
-    "memory": 2,
-    "seeds": 2,
-    "progress": 2,
-    "text_forms": 2,
-    "typed_records": 2,
-    "tensor_files": 3,
-    "layout": 3,
-    "optim": 3,
-    "mup": 4,
-    "matrices": 4,
-    "ops": 4,
-    "cache": 5,
-    "parallel": 5,
-    "parallel.tensor": 9,
-    "layers": 6,
-    "spec": 7,  # text forms: what is below takes objects
-    "models": 8,
-    "integrations": 9,
-    "machine": 3,
-    "serve": 10,
-    "cli": 10,
-    "__main__": 11,
-}
-OUTSIDE = {"", "testing"}  # the package's own front door, and helpers that nothing may import
-FRONT_DOORS = {"parallel"}  # packages that import what is above them at its first use
+import structattn_lab
 
 
-def modules():
-    for path in sorted(ROOT.rglob("*.py")):
-        parts = path.relative_to(ROOT).with_suffix("").parts
+@dataclass(frozen=True, eq=False)
+class Package:
+    """A package and its floors.
+
+    Attributes:
+        name: of the package.
+        root: its folder.
+        floors: by module or folder; the most specific name gives the floor, and ``*`` is any name between two
+            dots.
+        outside: what has no floor: the package's own front door, and helpers that nothing may import.
+        front_doors: packages that import what is above them at their first use.
+        tops: floors that nothing needs to import.
+    """
+
+    name: str
+    root: Path
+    floors: dict[str, int]
+    outside: frozenset[str] = frozenset({""})
+    front_doors: frozenset[str] = frozenset()
+    tops: frozenset[str] = frozenset()
+
+    def __str__(self) -> str:
+        return self.name
+
+
+LIBRARY = Package(
+    name="structattn",
+    root=Path(structattn.__file__).parent,
+    floors={
+        "errors": 0,
+        "extras": 0,
+        "checks": 1,
+        "extensions": 1,
+        "files": 2,
+        "memory": 2,
+        "seeds": 2,
+        "progress": 2,
+        "text_forms": 2,
+        "typed_records": 2,
+        "tensor_files": 3,
+        "layout": 3,
+        "optim": 3,
+        "mup": 4,
+        "matrices": 4,
+        "ops": 4,
+        "cache": 5,
+        "parallel": 5,
+        "parallel.tensor": 9,
+        "layers": 6,
+        "spec": 7,  # text forms: what is below takes objects
+        "models": 8,
+        "integrations": 9,
+        "machine": 3,
+        "serve": 10,
+        "cli": 10,
+        "__main__": 11,
+    },
+    outside=frozenset({"", "testing"}),
+    front_doors=frozenset({"parallel"}),
+    tops=frozenset({"__main__", "mup", "serve", "parallel.tensor"}),
+)
+LAB = Package(
+    name="structattn_lab",
+    root=Path(structattn_lab.__file__).parent,
+    floors={
+        "old_imports": 0,
+        "baselines": 0,  # attention variants of other papers: they import the library only
+        "settings": 0,
+        "runs": 1,
+        "records": 1,
+        "data": 2,
+        "tasks": 3,
+        "training": 4,
+        "runner": 5,
+        "analysis": 5,
+        "report": 6,
+        "tasks.*.figures": 7,  # what a task adds to reports, imported at its first use
+        "compare": 8,
+        "sweep": 8,
+        "inference": 9,
+        "planning": 9,
+        "cli": 10,
+    },
+    tops=frozenset({"baselines", "cli"}),
+)
+every_package = pytest.mark.parametrize("package", [LIBRARY, LAB], ids=str)
+
+
+def modules(package: Package):
+    for path in sorted(package.root.rglob("*.py")):
+        parts = path.relative_to(package.root).with_suffix("").parts
         yield ".".join(p for p in parts if p != "__init__"), path
 
 
-def floor(module: str) -> tuple[str, int]:
-    """The longest listed prefix of a module and its floor."""
-    known = [name for name in FLOORS if module == name or module.startswith(name + ".")]
-    assert known, f"{module} has no floor: add it to FLOORS"
-    best = max(known, key=len)
-    return best, FLOORS[best]
+def modules_with_floor(package: Package):
+    for module, path in modules(package):
+        if module.split(".")[0] not in package.outside and module not in package.front_doors:
+            yield module, path
+
+
+def _begins_with(module: str, name: str) -> bool:
+    """Whether a module is the one of a name in the table of floors, or below it."""
+    parts, names = module.split("."), name.split(".")
+    return len(parts) >= len(names) and all(b in (a, "*") for a, b in zip(parts, names, strict=False))
+
+
+def floor(package: Package, module: str) -> tuple[str, int]:
+    """The most specific name of a module in the table, and its floor."""
+    names = [name for name in package.floors if _begins_with(module, name)]
+    assert names, f"{package}: {module} has no floor: add it to the table"
+    best = max(names, key=lambda name: (name.count("."), len(name)))
+    return best, package.floors[best]
 
 
 @cache
-def imported(path: Path) -> list[str]:
-    return list(_imported(path))
+def imported(package: Package, path: Path) -> list[str]:
+    """The modules of a package that a file imports, also inside functions and under ``TYPE_CHECKING``."""
+    return list(_imported(package, path))
 
 
-def _imported(path: Path):
+def _imported(package: Package, path: Path):
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("structattn"):
-            base = node.module.removeprefix("structattn").lstrip(".")
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == package.name:
+            base = node.module.removeprefix(package.name).lstrip(".")
             for alias in node.names:
                 joined = f"{base}.{alias.name}".lstrip(".")
-                is_module = (ROOT / (joined.replace(".", "/") + ".py")).exists() or (
-                    ROOT / joined.replace(".", "/")
-                ).is_dir()
-                yield joined if is_module else base
+                inside = package.root / joined.replace(".", "/")
+                yield joined if inside.with_suffix(".py").exists() or inside.is_dir() else base
         elif isinstance(node, ast.Import):
             for alias in node.names:
-                if alias.name.split(".")[0] == "structattn":
-                    yield alias.name.removeprefix("structattn").lstrip(".")
+                if alias.name.split(".")[0] == package.name:
+                    yield alias.name.removeprefix(package.name).lstrip(".")
 
 
-def test_imports_go_down_the_floors() -> None:
+@every_package
+def test_imports_go_down_the_floors(package: Package) -> None:
     seen = set()
-    for module, path in modules():
-        if module.split(".")[0] in OUTSIDE or module in FRONT_DOORS:
-            continue
-        name, own = floor(module)
-        for target in imported(path):
+    for module, path in modules_with_floor(package):
+        name, own_floor = floor(package, module)
+        for target in imported(package, path):
             if target == "":
                 continue  # the version, from the front door
             seen.add((module, target))
-            assert target.split(".")[0] != "testing", f"{module} imports testing"
-            other, theirs = floor(target)
-            assert theirs < own or other == name, f"{module} (floor {own}) imports {target} (floor {theirs})"
-    # Every file imports something of the package, but for a few; so none is left out by a mistake of this
-    # parser.
-    held = {
-        module: path for module, path in modules() if module.split(".")[0] not in OUTSIDE and module not in FRONT_DOORS
-    }
-    assert {module for module, _ in seen} == {module for module, path in held.items() if any(imported(path))}
-    assert sum(not imported(path) for path in held.values()) < 0.25 * len(held)
-    text = sum(path.read_text().count("\nfrom structattn.") for _, path in modules())
+            assert target.split(".")[0] not in package.outside, f"{module} imports {target}"
+            other, its_floor = floor(package, target)
+            assert its_floor < own_floor or other == name, (
+                f"{module} (floor {own_floor}) imports {target} (floor {its_floor})"
+            )
+    # No file is left out by a mistake of this parser.
+    with_imports = {module for module, path in modules_with_floor(package) if any(imported(package, path))}
+    assert {module for module, _ in seen} == with_imports
+    text = sum(path.read_text().count(f"\nfrom {package}.") for _, path in modules(package))
     assert len(seen) > 0.9 * text
-    assert {floor(target)[0] for _, target in seen} >= set(FLOORS) - {"__main__", "mup", "serve", "parallel.tensor"}
+    assert {floor(package, target)[0] for _, target in seen} >= set(package.floors) - package.tops
+
+
+def test_most_files_of_the_library_import_others_of_it() -> None:
+    files = list(modules_with_floor(LIBRARY))
+    assert sum(not imported(LIBRARY, path) for _, path in files) < 0.25 * len(files)
+
+
+def test_the_library_never_imports_the_lab() -> None:
+    for module, path in modules(LIBRARY):
+        assert not imported(LAB, path), f"{module} imports the lab"
+        assert "structattn_lab" not in path.read_text(), f"{module} names a module of the lab"
 
 
 def test_an_import_that_goes_up_is_found(tmp_path) -> None:
     path = tmp_path / "planted.py"
-    path.write_text("from structattn.cli.call import call\n\n\ndef f():\n    from structattn import models\n")
-    assert imported(path) == ["cli.call", "models"]
-    assert [floor(target)[1] > floor("ops")[1] for target in imported(path)] == [True, True]
+    path.write_text(
+        "from structattn.cli.call import call\nfrom structattn_lab.compare import comparison\n\n\n"
+        "def f():\n    from structattn import models\n    import structattn_lab.tasks.text.figures\n"
+    )
+    assert imported(LIBRARY, path) == ["cli.call", "models"]
+    assert imported(LAB, path) == ["compare.comparison", "tasks.text.figures"]
+    assert all(floor(LIBRARY, target)[1] > floor(LIBRARY, "ops")[1] for target in imported(LIBRARY, path))
+    floors = [floor(LAB, target)[1] for target in (*imported(LAB, path), "tasks.text.task")]
+    assert floors[0] > floors[1] > floor(LAB, "report")[1] > floors[2]
 
 
-def circles() -> list[set[str]]:
+def circles(package: Package) -> list[set[str]]:
     """Groups of files that import each other, directly or through others; imports under ``TYPE_CHECKING``
     count.
     """
-    graph = {name: {target for target in imported(path) if target and target != name} for name, path in modules()}
+    graph = {
+        name: {target for target in imported(package, path) if target and target != name}
+        for name, path in modules(package)
+    }
     reach: dict[str, set[str]] = {}
     for start in graph:
         seen, waiting = set(), list(graph[start])
@@ -128,9 +214,10 @@ def circles() -> list[set[str]]:
     return [{other for other in reach[name] if name in reach[other]} for name in graph if name in reach[name]]
 
 
-def test_no_circles() -> None:
-    found = circles()
-    assert not found, f"these files import each other: {sorted(found[0])}"
+@every_package
+def test_no_circles(package: Package) -> None:
+    groups = circles(package)
+    assert not groups, f"these files import each other: {sorted(groups[0])}"
 
 
 def test_reference_imports_only_torch_the_layout_and_the_options_of_a_call() -> None:
@@ -141,7 +228,7 @@ def test_reference_imports_only_torch_the_layout_and_the_options_of_a_call() -> 
     }
     for file, expected in allowed.items():
         names = set()
-        for node in ast.walk(ast.parse((ROOT / "ops" / file).read_text())):
+        for node in ast.walk(ast.parse((LIBRARY.root / "ops" / file).read_text())):
             if isinstance(node, ast.ImportFrom):
                 names.add(node.module)
             elif isinstance(node, ast.Import):

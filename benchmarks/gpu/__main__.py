@@ -22,7 +22,7 @@ from benchmarks.gpu.rows import Row, Settings
 from structattn.checks import check_number
 from structattn.errors import ConfigError
 from structattn.files import write_atomic
-from structattn_lab.folders import Owner, opened
+from structattn_lab.runs.folders import Owner, opened
 
 MINUTES = 10.0
 MOST_JOBS = 8  # processes that compile at the same time, each with a context on the GPU

@@ -1,5 +1,5 @@
-"""Part "train": language models of the paper's shape by ``studies.compare``, for the minutes that are left;
-what is stopped goes on from its checkpoint.
+"""Part "train": language models of the paper's shape by ``structattn_lab.compare``, for the minutes that are
+left; what is stopped goes on from its checkpoint.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.gpu.rows import Row, Settings
 
 if TYPE_CHECKING:
-    from structattn_lab.recipe import Recipe
+    from structattn_lab.settings.recipe import Recipe
 
 LIMIT_S = 900.0
 SPECS = ("standard", "mlr:32|8|6|4|4|4|4|2", "mlr:8|8|8|8|8|8|8|8,values=8|8|8|8|8|8|8|8")
@@ -24,9 +24,9 @@ STEPS, STEPS_OF_A_TEXT = 330, 2000
 
 def recipe(settings: Settings, width: int, rotary: str) -> Recipe:
     """6 layers, 1,024 characters, 32 sequences a step, muP with the learning rate of the preset "paper"."""
-    from structattn_lab.recipe import Recipe  # only a worker needs what trains
+    from structattn_lab.settings.recipe import Recipe  # only a worker needs what trains
+    from structattn_lab.settings.training import TrainingConfig
     from structattn_lab.tasks.text.task import TextConfig
-    from structattn_lab.training.config import TrainingConfig
 
     text = "" if settings.text is None else str(settings.text)
     steps = 4 if settings.rehearse else STEPS_OF_A_TEXT if text else STEPS
@@ -70,7 +70,7 @@ def rows(settings: Settings) -> Iterator[Row]:
 
 def _row(settings: Settings, width: int, positions: str, rotary: str) -> Callable[[], dict[str, Any]]:
     def run() -> dict[str, Any]:
-        from structattn_lab.compare import compare
+        from structattn_lab.compare.comparison import compare
 
         folder = settings.folder / f"train-{width}-{positions.partition(' ')[0].lower()}"
         found = compare("text", recipe(settings, width, rotary), folder, resume=True, show_progress=False)

@@ -10,15 +10,15 @@ import pytest
 
 from structattn.cli import main
 from structattn.errors import ConfigError, DataError
-from structattn_lab.compare import compare
-from structattn_lab.evaluate import load_run
-from structattn_lab.folders import Owner
+from structattn_lab.compare.comparison import compare
 from structattn_lab.runner.local import LocalRunner
-from structattn_lab.settings import apply_overrides
+from structattn_lab.runs.folders import Owner
+from structattn_lab.settings.overrides import apply_overrides
+from structattn_lab.settings.training import TrainingConfig
 from structattn_lab.tasks.nearest_neighbor.task import NearestNeighborConfig, NearestNeighborTask
 from structattn_lab.tasks.registry import TASKS, recipe_for, task_class
 from structattn_lab.tasks.text.task import TextConfig, TextTask
-from structattn_lab.training.config import TrainingConfig
+from structattn_lab.training.evaluate import load_run
 from structattn_lab.training.loop import train
 
 TINY = ["context_length=8", "embed_dim=8", "num_layers=1", "num_heads=1", "eval_windows=2"]

@@ -12,7 +12,7 @@ from structattn.cli import main
 from structattn.errors import ConfigError, NotRegisteredError
 from structattn.spec import parse_spec
 from structattn.spec.attention import FORMS
-from structattn_lab.evaluate import load_run
+from structattn_lab.training.evaluate import load_run
 
 MODULE = """
 from dataclasses import dataclass

@@ -20,7 +20,7 @@ from structattn.spec import attention as spec_forms
 from structattn.spec.attention import FORMS, all_forms
 from structattn_lab.cli.parsing import parse
 from structattn_lab.cli.train import TaskCommand
-from structattn_lab.settings import apply_overrides
+from structattn_lab.settings.overrides import apply_overrides
 from structattn_lab.tasks.registry import recipe_for
 
 ROOT = Path(__file__).parents[2]

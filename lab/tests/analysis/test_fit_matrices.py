@@ -8,8 +8,9 @@ import torch
 
 from structattn import cli
 from structattn.errors import ConfigError, DataError
-from structattn_lab.analysis.fits import default_structures, fit_matrices, parse_candidate
+from structattn_lab.analysis.fits import default_structures, parse_candidate
 from structattn_lab.analysis.matrix_examples import EXAMPLES, NamedMatrix, load_matrix
+from structattn_lab.compare.matrix_fits import fit_matrices
 from structattn_lab.records.common import read_file
 from structattn_lab.records.fits import FitsRecord
 
@@ -94,7 +95,7 @@ def test_the_score_of_a_trained_model(tmp_path) -> None:
     run = tmp_path / "run"
     words = ["train", "nearest-neighbor", "--preset", "demo", "--attention", "standard:2", "--out", str(run)]
     assert cli.main([*words, "--set", "training.steps=2"]) == 0
-    from structattn_lab.evaluate import load_run
+    from structattn_lab.training.evaluate import load_run
 
     matrix = load_run(run).model.attention.scoring.matrix
     for text, head in ((str(run), 0), (f"{run}@0.1", 1)):

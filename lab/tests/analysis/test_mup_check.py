@@ -262,7 +262,7 @@ def test_options_reach_the_settings(tmp_path, monkeypatch) -> None:
         found.append(config)
         raise ConfigError("enough")
 
-    monkeypatch.setattr("structattn_lab.analysis.coordinate_check.mup_check", check)
+    monkeypatch.setattr("structattn_lab.compare.mup_check.mup_check", check)
     assert cli.main(["mup", "check"]) == 2
     assert found.pop() == CheckConfig()
     assert cli.main(["mup", "check", "--quick", "--no-transfer", "--heads", "4"]) == 2

@@ -15,14 +15,14 @@ from structattn.errors import ConfigError
 from structattn.typed_records import read_as
 from structattn_lab.analysis import scaling_law
 from structattn_lab.analysis.scaling_law import scaling_laws
-from structattn_lab.budgets import affordable_steps, training_of
+from structattn_lab.compare.budgets import affordable_steps, training_of
+from structattn_lab.compare.grid import points_of
 from structattn_lab.data.corpus import Characters
-from structattn_lab.grid import points_of
 from structattn_lab.records import Row
 from structattn_lab.records.common import to_json
 from structattn_lab.records.comparison import GridPosition, Scaling
 from structattn_lab.report.scaling import table, verdict
-from structattn_lab.settings import apply_overrides
+from structattn_lab.settings.overrides import apply_overrides
 from structattn_lab.tasks.registry import presets_of, recipe_for
 from structattn_lab.training.build import spec_for
 

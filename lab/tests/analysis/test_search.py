@@ -15,9 +15,9 @@ from scipy.stats import tukey_hsd
 from structattn.cli import main
 from structattn.errors import ConfigError
 from structattn_lab.analysis.model_selection import critical_differences, search
-from structattn_lab.grid import points_of
+from structattn_lab.compare.grid import points_of
 from structattn_lab.records import Row
-from structattn_lab.settings import apply_overrides
+from structattn_lab.settings.overrides import apply_overrides
 from structattn_lab.tasks.registry import recipe_for
 
 

@@ -9,7 +9,7 @@ import structattn as sa
 from structattn.cli import main
 from structattn.spec.attention import all_forms
 from structattn.testing.tolerances import assert_close
-from structattn_lab.evaluate import load_language_model
+from structattn_lab.training.evaluate import load_language_model
 
 FORMS = {name: all_forms()[name] for name in ("gated-delta", "mla", "pooled", "recent", "tpa")}
 pytestmark = pytest.mark.full

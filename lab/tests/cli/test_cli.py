@@ -19,7 +19,7 @@ from structattn.testing.tolerances import ANOTHER_ORDER
 from structattn.typed_records import read_as
 from structattn_lab.cli import commands
 from structattn_lab.cli.parsing import parse
-from structattn_lab.settings import apply_overrides, fields_of, meanings
+from structattn_lab.settings.overrides import apply_overrides, fields_of, meanings
 from structattn_lab.tasks.forecast.task import ForecastConfig, ForecastTask
 from structattn_lab.tasks.registry import TASKS, presets_of, recipe_for
 from structattn_lab.training.checkpoint import latest_checkpoint, load_checkpoint

@@ -12,8 +12,8 @@ from structattn.cli import main
 from structattn.errors import DataError
 from structattn.testing.tolerances import SOLVED
 from structattn_lab.data.corpus import Bytes, Corpus, PrepareConfig, Source, prepare
-from structattn_lab.evaluate import load_language_model, load_run, load_tokenizer
 from structattn_lab.tasks.text.task import TextConfig, TextTask
+from structattn_lab.training.evaluate import load_language_model, load_run, load_tokenizer
 
 TINY = {"context_length": 24, "embed_dim": 16, "num_layers": 1, "num_heads": 2, "eval_windows": 9}
 WORDS = ["near", "keys", "far", "keys", "rank", "one", "caf\u00e9", "score", "\n"]
@@ -160,7 +160,7 @@ def test_trained_on_a_corpus_it_generates_without_it(corpus, tmp_path, capsys) -
 
 def test_characters_of_several_tokens_come_whole(corpus, tmp_path) -> None:
     from structattn.models.sampling import GREEDY
-    from structattn_lab.generate import TextGeneration
+    from structattn_lab.inference.generate import TextGeneration
 
     class Fixed:
         """Produces the bytes of a text."""

@@ -30,8 +30,8 @@ from structattn_lab.planning.plan import (
     suggest_layout,
 )
 from structattn_lab.planning.plan_table import format_plans
+from structattn_lab.settings.training import TrainingConfig
 from structattn_lab.training.build import build_optimizer
-from structattn_lab.training.config import TrainingConfig
 
 VOCAB = 96
 

@@ -12,8 +12,8 @@ from structattn.testing.tolerances import SAME_MODEL
 from structattn_lab.runner.job import Job
 from structattn_lab.runner.ray import RayRunner, connected
 from structattn_lab.runner.train_all import train_all
+from structattn_lab.settings.training import TrainingConfig
 from structattn_lab.tasks.nearest_neighbor.task import NearestNeighborConfig
-from structattn_lab.training.config import TrainingConfig
 
 SMALL = [
     part

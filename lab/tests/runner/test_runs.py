@@ -14,9 +14,9 @@ import pytest
 from structattn_lab.runner.job import Job
 from structattn_lab.runner.local import LocalRunner
 from structattn_lab.runner.train_all import train_all
+from structattn_lab.settings.training import TrainingConfig
 from structattn_lab.tasks.icl_regression.task import ICLRegressionConfig, ICLRegressionTask
 from structattn_lab.tasks.nearest_neighbor.task import NearestNeighborConfig
-from structattn_lab.training.config import TrainingConfig
 
 _PARENT = """
 import sys

@@ -16,11 +16,11 @@ from structattn.errors import ConfigError
 from structattn.extras import install_command
 from structattn.spec.grammar import split_specs
 from structattn.testing.tolerances import SAME_MODEL
-from structattn_lab.folders import Owner
 from structattn_lab.records.common import read_file, to_json
 from structattn_lab.records.run import Progress
 from structattn_lab.records.sweep import Parameter, SweepRecord
-from structattn_lab.settings import apply_overrides, fields_of
+from structattn_lab.runs.folders import Owner
+from structattn_lab.settings.overrides import apply_overrides, fields_of
 from structattn_lab.sweep.halving import SuccessiveHalving
 from structattn_lab.sweep.plan import Journal, SweepPlan
 from structattn_lab.sweep.space import RunSettings, parse_parameters

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from structattn_lab.cache_sizes import cache_map
+from structattn_lab.tasks.cache_sizes import cache_map
 from structattn_lab.tasks.registry import recipe_for, shared_task
 
 # Of the standard cache: least and most of each group, and how many specs it has.

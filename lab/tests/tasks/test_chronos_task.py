@@ -10,11 +10,11 @@ import torch
 from structattn.errors import ConfigError, ShapeError
 from structattn.testing.tolerances import ANOTHER_ORDER
 from structattn_lab.data.series_file import read_series
-from structattn_lab.evaluate import load_run
+from structattn_lab.settings.training import TrainingConfig
 from structattn_lab.tasks.chronos.kernel_synth import covariance, kernel_bank, kernel_synth
 from structattn_lab.tasks.chronos.scores import QUANTILES, forecast_scores, seasonal_forecast
 from structattn_lab.tasks.chronos.task import ChronosConfig, ChronosTask
-from structattn_lab.training.config import TrainingConfig
+from structattn_lab.training.evaluate import load_run
 from structattn_lab.training.loop import train
 
 TINY = ChronosConfig(

@@ -11,6 +11,7 @@ import torch
 from structattn.errors import ConfigError, DataError
 from structattn.testing.tolerances import SAME_MODEL, SIX_DIGITS
 from structattn_lab.data.series_file import read_columns
+from structattn_lab.settings.training import TrainingConfig
 from structattn_lab.tasks.forecast.baseline_models import BaselineModel, BaselineModelSpec
 from structattn_lab.tasks.forecast.data import WindowedChannels
 from structattn_lab.tasks.forecast.intervals import conformal_widths
@@ -20,7 +21,6 @@ from structattn_lab.tasks.forecast.task import (
     ForecastTask,
     SeriesConfig,
 )
-from structattn_lab.training.config import TrainingConfig
 from structattn_lab.training.loop import train
 
 BASELINE_MODELS = ["peer:DLinear", "peer:NHITS", "peer:PatchTST", "peer:iTransformer"]

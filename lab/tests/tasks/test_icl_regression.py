@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from structattn.errors import ConfigError, ShapeError
 from structattn.seeds import generator
 from structattn.typed_records import read_as
-from structattn_lab.settings import apply_overrides
+from structattn_lab.settings.overrides import apply_overrides
 from structattn_lab.tasks.icl_regression.baselines import (
     averaging,
     least_squares,

@@ -15,13 +15,13 @@ from structattn.cli import main
 from structattn.errors import ConfigError
 from structattn.seeds import generator
 from structattn.testing.tolerances import SAME_MODEL, SIX_DIGITS
-from structattn_lab.octaves import octaves
 from structattn_lab.records import ComparisonRecord
 from structattn_lab.records.common import read_file
 from structattn_lab.report.figures.comparison import draw
+from structattn_lab.settings.training import TrainingConfig
+from structattn_lab.tasks.octaves import octaves
 from structattn_lab.tasks.recall.sequences import Vocabulary, log_uniform
 from structattn_lab.tasks.recall.task import KINDS, RecallConfig, RecallTask
-from structattn_lab.training.config import TrainingConfig
 from structattn_lab.training.loop import train
 
 TINY = RecallConfig(

@@ -12,7 +12,7 @@ from structattn.layers.attention import Attention
 from structattn.layers.rotary import Rotary
 from structattn.models.language_model import LanguageModel
 from structattn.testing.tolerances import SAME_MODEL, SIX_DIGITS
-from structattn_lab.octaves import by_octave, octaves
+from structattn_lab.tasks.octaves import by_octave, octaves
 from structattn_lab.tasks.text.details import attention_by_distance, positions_in_documents
 from structattn_lab.tasks.text.task import TextConfig, TextTask
 

@@ -17,6 +17,7 @@ from structattn.errors import ConfigError, DataError
 from structattn.integrations.hub import check_source
 from structattn.integrations.transformers import load_structurized
 from structattn.testing.tolerances import ANOTHER_ORDER, SAME_MODEL, assert_close
+from structattn_lab.compare.uptrain import uptrain
 from structattn_lab.data.corpus import PrepareConfig, Source, prepare
 from structattn_lab.data.corpus.tokenizers import BytePairs
 from structattn_lab.report.numbers import DASH
@@ -27,7 +28,6 @@ from structattn_lab.tasks.uptraining.figures import _mark_losses, recovered
 from structattn_lab.tasks.uptraining.recall import KnownPassages, RandomPassages, distances, recall
 from structattn_lab.tasks.uptraining.students import Compressed, SharedHeads, Window, student_form
 from structattn_lab.tasks.uptraining.task import UptrainTask
-from structattn_lab.uptrain import uptrain
 
 SMOKE = recipe_for("uptraining", "smoke").task
 PLAIN = dataclasses.replace(SMOKE, rotary_split="low_far")

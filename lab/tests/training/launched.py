@@ -15,7 +15,7 @@ import gc, json, os, signal, socket, sys, time
 from pathlib import Path
 from structattn.errors import StructAttnError
 from structattn_lab.tasks.registry import task_class
-from structattn_lab.training.config import TrainingConfig
+from structattn_lab.settings.training import TrainingConfig
 from structattn_lab.training.loop import train
 
 def run(jobs):

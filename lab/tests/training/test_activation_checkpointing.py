@@ -12,10 +12,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from structattn.errors import ConfigError
 from structattn.models.transformer import Transformer
 from structattn.testing.tolerances import SAME_MODEL
+from structattn_lab.settings.training import TrainingConfig
 from structattn_lab.tasks.nearest_neighbor.task import NearestNeighborConfig, NearestNeighborTask
 from structattn_lab.tasks.text.task import TextConfig, TextTask
 from structattn_lab.training.build import checkpoint_activations
-from structattn_lab.training.config import TrainingConfig
 from structattn_lab.training.loop import train
 
 

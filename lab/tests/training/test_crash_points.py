@@ -15,15 +15,15 @@ from torch import nn
 from structattn.errors import CheckpointError, DataError
 from structattn.files import write_atomic
 from structattn.seeds import generator
-from structattn_lab.compare import compare
+from structattn_lab.compare.comparison import compare
 from structattn_lab.data.corpus import PrepareConfig, Source, prepare
-from structattn_lab.recipe import Recipe
 from structattn_lab.report import pages
+from structattn_lab.settings.recipe import Recipe
+from structattn_lab.settings.training import TrainingConfig
 from structattn_lab.tasks.base import Task
 from structattn_lab.tasks.nearest_neighbor.task import NearestNeighborConfig
 from structattn_lab.tasks.text.task import TextConfig, TextTask
 from structattn_lab.training.checkpoint import latest_checkpoint, load_latest, save_checkpoint
-from structattn_lab.training.config import TrainingConfig
 from structattn_lab.training.loop import train
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC

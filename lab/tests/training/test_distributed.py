@@ -22,10 +22,10 @@ from torch import nn
 from structattn.cli import main
 from structattn.errors import ConfigError, TrainingFailedError
 from structattn.testing.tolerances import ANOTHER_ORDER, SAME_MODEL
+from structattn_lab.settings.training import TrainingConfig
 from structattn_lab.tasks.text.task import TextConfig, TextTask
 from structattn_lab.training import processes, sharding
 from structattn_lab.training.checkpoint import latest_checkpoint, load_checkpoint
-from structattn_lab.training.config import TrainingConfig
 from structattn_lab.training.loop import train
 
 SPEC = "mlr:4|2|2"
@@ -51,7 +51,7 @@ import json, os, socket, sys
 from pathlib import Path
 from accelerate import PartialState
 from structattn_lab.tasks.text.task import TextConfig, TextTask
-from structattn_lab.training.config import TrainingConfig
+from structattn_lab.settings.training import TrainingConfig
 from structattn_lab.training.loop import train
 from structattn_lab.training.sharding import local_shard
 

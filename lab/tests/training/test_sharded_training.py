@@ -16,10 +16,10 @@ from torch import nn
 
 from structattn.errors import ConfigError
 from structattn.testing.tolerances import SAME_MODEL
+from structattn_lab.settings.training import TrainingConfig
 from structattn_lab.tasks.nearest_neighbor.task import NearestNeighborConfig, NearestNeighborTask
 from structattn_lab.tasks.registry import TASKS, task_class
 from structattn_lab.tasks.text.task import TextConfig, TextTask
-from structattn_lab.training.config import TrainingConfig
 from structattn_lab.training.division import check_divisible, division_of
 from structattn_lab.training.loop import train
 from structattn_lab.training.processes import group_timeout

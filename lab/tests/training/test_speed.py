@@ -11,11 +11,11 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from structattn.testing.tolerances import SIX_DIGITS
-from structattn_lab.settings import apply_overrides
+from structattn_lab.settings.overrides import apply_overrides
+from structattn_lab.settings.training import TrainingConfig
 from structattn_lab.tasks.registry import TASKS, recipe_for, task_class
 from structattn_lab.tasks.text.task import TextConfig, TextTask
 from structattn_lab.training import loop
-from structattn_lab.training.config import TrainingConfig
 from structattn_lab.training.loop import train
 from structattn_lab.training.speed import SpeedMeter, matmul_rate
 

@@ -21,13 +21,13 @@ from structattn.files import write_atomic
 from structattn.models.transformer import Transformer
 from structattn.seeds import generator
 from structattn.testing.tolerances import SIX_DIGITS
+from structattn_lab.settings.schedule import learning_rate_at
+from structattn_lab.settings.training import TrainingConfig
 from structattn_lab.tasks.base import Task
 from structattn_lab.training import checkpoint as checkpoint_module
 from structattn_lab.training.build import compiled, parameter_groups
 from structattn_lab.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from structattn_lab.training.config import TrainingConfig
 from structattn_lab.training.loop import train
-from structattn_lab.training.schedule import learning_rate_at
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +131,7 @@ KILLED = """
 import sys
 from pathlib import Path
 from structattn_lab.tasks.registry import recipe_for
-from structattn_lab.settings import apply_overrides
+from structattn_lab.settings.overrides import apply_overrides
 from structattn_lab.tasks.nearest_neighbor.task import NearestNeighborTask
 from structattn_lab.training.loop import train
 recipe = apply_overrides(recipe_for("nearest-neighbor", "demo"), (

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import itertools
-import json
 import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from structattn.checks import check_int, check_number
 from structattn.errors import ConfigError
-from structattn.progress import progress_bar
 from structattn_lab.analysis.coordinate_models import (
     QUANTITIES,
     Growing,
@@ -26,11 +20,8 @@ from structattn_lab.analysis.coordinate_models import (
     optimizer_for,
     train_step,
 )
-from structattn_lab.environment import origin
-from structattn_lab.folders import Owner, opened
-from structattn_lab.recipe import MOST_RUNS
-from structattn_lab.records.common import REPORT, Results
-from structattn_lab.records.mup import Coordinates, LargestSlope, MupRecord, Transfer
+from structattn_lab.records.mup import Coordinates, LargestSlope, Transfer
+from structattn_lab.settings.recipe import MOST_RUNS
 
 STRUCTURES = (
     "standard",
@@ -150,7 +141,7 @@ def _mean(values: Sequence[float]) -> float:
     return statistics.geometric_mean(values) if all(values) else 0.0
 
 
-def _cost(width: int, steps: int) -> int:
+def cost(width: int, steps: int) -> int:
     """The share of a run in the progress bar: a training step costs about the square of its width and some overhead."""
     return steps * (width**2 + 128**2)
 
@@ -193,7 +184,7 @@ def coordinate_check(
                         if seed == 0:
                             runs.append([])
                         runs[-1].append(size)
-            tick(_cost(width, steps[-1]))
+            tick(cost(width, steps[-1]))
     last = large_end(config.widths)
     means = {name: {step: [_mean(v) for v in runs] for step, runs in steps.items()} for name, steps in found.items()}
     slopes = {
@@ -259,7 +250,7 @@ def transfer_check(
                     if not math.isfinite(history[-1]):
                         break
                 scores.append(statistics.fmean(history[-tail:]))
-                tick(_cost(width, config.transfer_steps))
+                tick(cost(width, config.transfer_steps))
             losses[-1].append(statistics.fmean(scores))
     best: list[float | None] = []
     for row in losses:
@@ -274,61 +265,4 @@ def transfer_check(
         losses=_plain(losses),
         best_rates=tuple(best),
         spread=math.log2(max(known) / min(known)) if known else None,
-    )
-
-
-def mup_check(
-    config: CheckConfig,
-    out: Path | None = None,
-    *,
-    command: str = "",
-    show_progress: bool = True,
-    on_open: Callable[[Path], None] | None = None,
-) -> Results[MupRecord]:
-    """Both checks for every structure under muP and the standard parametrisation; writes ``results.json``, figures, a report.
-
-    Args:
-        config: settings.
-        out: output folder, created. Default: a new one below ``runs/``.
-        command: the command line, for the record.
-        show_progress: one progress bar.
-        on_open: called with the output folder before anything is trained.
-
-    Raises:
-        ConfigError: an unusable folder.
-    """
-    from structattn_lab.report.figures.mup import draw  # matplotlib is optional
-    from structattn_lab.report.mup import page
-    from structattn_lab.report.page import write_results
-
-    settings = dataclasses.asdict(config)
-    owner = Owner(command="mup check", task="", settings=settings, last=REPORT)
-    with opened(out, owner, resume=None, on_open=on_open) as folder:
-        record = _record(config, command, show_progress)
-        return write_results(record, folder, draw, page)
-
-
-def _record(config: CheckConfig, command: str, show_progress: bool) -> MupRecord:
-    """Makes the checks."""
-    started = time.perf_counter()
-    kinds: tuple[Parametrization, ...] = get_args(Parametrization)
-    num_transfers = len(config.transfer_rates) * config.transfer_seeds
-    coordinate_cost = sum(config.draws(width) * _cost(width, config.record_steps[-1]) for width in config.widths)
-    transfer_cost = sum(num_transfers * _cost(width, config.transfer_steps) for width in config.transfer_widths)
-    total = len(kinds) * (len(config.structures) * coordinate_cost + len(config.transferred) * transfer_cost)
-    coordinates, transfers = [], []
-    shape = "{desc} {percentage:3.0f}% |{bar}| {elapsed}<{remaining}"
-    with progress_bar(total=total, show=show_progress, bar_format=shape) as bar:
-        for structure, kind in itertools.product(config.structures, kinds):
-            bar.set_description_str(f"{structure} {kind}", refresh=False)
-            coordinates.append(coordinate_check(structure, kind, config, bar.update))
-            if structure in config.transferred:
-                transfers.append(transfer_check(structure, kind, config, bar.update))
-    return MupRecord(
-        **origin(command),
-        config=json.loads(json.dumps(dataclasses.asdict(config))),
-        quantities=QUANTITIES,
-        seconds=time.perf_counter() - started,
-        coordinates=tuple(coordinates),
-        transfers=tuple(transfers),
     )

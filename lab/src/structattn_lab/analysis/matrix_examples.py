@@ -18,7 +18,7 @@ from structattn.errors import ConfigError, DataError, nearest_name
 from structattn.layers.attention import Attention
 from structattn_lab.data.series import WindowedSeries
 from structattn_lab.data.series_file import read_series
-from structattn_lab.evaluate import load_run
+from structattn_lab.training.evaluate import load_run
 
 _LARGEST_EXAMPLE = 2**14  # a matrix of 2 GiB
 

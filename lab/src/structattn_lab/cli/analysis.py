@@ -58,8 +58,8 @@ class FitCommand:
 
     def execute(self, session: Session) -> None:
         require_extra()
-        from structattn_lab.analysis.fits import fit_matrices
         from structattn_lab.analysis.matrix_examples import load_matrix
+        from structattn_lab.compare.matrix_fits import fit_matrices
         from structattn_lab.report.fits import text
 
         done = fit_matrices(
@@ -112,7 +112,8 @@ class MupCheckCommand:
 
     def execute(self, session: Session) -> None:
         require_extra()
-        from structattn_lab.analysis.coordinate_check import QUICK, CheckConfig, mup_check
+        from structattn_lab.analysis.coordinate_check import QUICK, CheckConfig
+        from structattn_lab.compare.mup_check import mup_check
         from structattn_lab.report.mup import text
 
         config = QUICK if self.quick else CheckConfig()
@@ -158,7 +159,7 @@ class MupRolesCommand:
     """Attention heads."""
 
     def execute(self, session: Session) -> None:
-        from structattn_lab.listings import mup_roles
+        from structattn_lab.cli.listings import mup_roles
 
         with as_options(embed_dim="--embed-dim", num_heads="--heads"):
             print(mup_roles(self.attention, self.embed_dim, self.heads))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from structattn.cli.session import Session
 from structattn.progress import inner_bars
-from structattn_lab import interrupt
+from structattn_lab.runs import interrupt
 
 RESUMABLE = ("compare", "train", "sweep", "uptrain", "data prepare")
 

@@ -71,7 +71,7 @@ def _literals(hint: Any) -> tuple[str, ...]:
 
 def _by_task() -> dict[str, dict[str, tuple[str, ...]]]:
     """The words of the options whose values depend on the task."""
-    from structattn_lab.settings import fields_of
+    from structattn_lab.settings.overrides import fields_of
     from structattn_lab.tasks.registry import presets_of
 
     found = {task: presets_of(task) for task in TASKS}

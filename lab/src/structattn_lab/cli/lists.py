@@ -15,7 +15,7 @@ class PresetsCommand:
     """List the presets of every task, with the time that each takes on this machine."""
 
     def execute(self, session: Session) -> None:
-        from structattn_lab import listings
+        from structattn_lab.cli import listings
 
         print(listings.presets())
 
@@ -33,6 +33,6 @@ class SettingsCommand:
     """The preset whose values are shown (see `structattn presets`)."""
 
     def execute(self, session: Session) -> None:
-        from structattn_lab import listings
+        from structattn_lab.cli import listings
 
         print(listings.settings(self.task, self.preset))

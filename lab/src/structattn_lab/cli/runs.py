@@ -34,7 +34,7 @@ class EvaluateCommand:
 
     def execute(self, session: Session) -> None:
         require_extra()
-        from structattn_lab.evaluate import load_run
+        from structattn_lab.training.evaluate import load_run
 
         run = load_run(self.run, self.data)
         cached = run.task.evaluate_cached(run.model, "test") if self.cache else {}
@@ -76,7 +76,7 @@ class ForecastCommand:
 
     def execute(self, session: Session) -> None:
         require_extra()
-        from structattn_lab.forecast import forecast_file
+        from structattn_lab.inference.forecast import forecast_file
 
         done = forecast_file(
             self.run,
@@ -134,8 +134,8 @@ class GenerateCommand:
     def execute(self, session: Session) -> None:
         require_extra()
         from structattn.models.sampling import Sampling
-        from structattn_lab.evaluate import load_language_model, load_tokenizer
-        from structattn_lab.generate import TextGeneration
+        from structattn_lab.inference.generate import TextGeneration
+        from structattn_lab.training.evaluate import load_language_model, load_tokenizer
 
         prompts = self.prompt or ("\n",)
         if "" in prompts:

@@ -63,7 +63,7 @@ class TaskCommand:
         """Takes from --config, or else from the defaults, what the command line does not say."""
         file = None
         if self.config is not None:
-            from structattn_lab.config_file import ConfigFile
+            from structattn_lab.settings.config_file import ConfigFile
 
             file = ConfigFile.read(self.config)
         given = {**file.options(self.in_file, type(self)), "task": file.task} if file else {}
@@ -80,7 +80,7 @@ class TaskCommand:
 
     def recipe(self) -> Any:
         """The preset's recipe with the settings of --config and then those of the command line."""
-        from structattn_lab.settings import apply_overrides, with_changes
+        from structattn_lab.settings.overrides import apply_overrides, with_changes
         from structattn_lab.tasks.registry import recipe_for, task_class, usable_tasks
 
         with naming("--preset"):
@@ -101,7 +101,7 @@ class TaskCommand:
 
     def recipe_of_runs(self) -> Any:
         """The same for a command that uses only the settings of single runs."""
-        from structattn_lab.settings import Change
+        from structattn_lab.settings.overrides import Change
 
         recipe = self.recipe()
         file = self._file
@@ -170,7 +170,7 @@ class CompareCommand(TaskCommand):
 
     def run(self, session: Session) -> None:
         require_extra()
-        from structattn_lab.compare import compare
+        from structattn_lab.compare.comparison import compare
         from structattn_lab.report.pages import text
 
         _check_no_launcher("compare")
@@ -212,11 +212,11 @@ class TrainCommand(TaskCommand):
 
     def run(self, session: Session) -> None:
         require_extra()
-        from structattn_lab.folders import Owner, finished_in, opened
-        from structattn_lab.old_folders import run_record
+        from structattn_lab.runs.folders import Owner, finished_in, opened
+        from structattn_lab.runs.old_folders import run_record
+        from structattn_lab.settings.training import WITHOUT_EFFECT
         from structattn_lab.tasks.registry import task_class
         from structattn_lab.training.build import empty_model
-        from structattn_lab.training.config import WITHOUT_EFFECT
         from structattn_lab.training.finished import is_finished
         from structattn_lab.training.loop import train
 

@@ -27,7 +27,8 @@ from structattn_lab.report.rows import (
     standard_row,
 )
 from structattn_lab.report.table import Line, Table
-from structattn_lab.tasks.registry import class_of_record, tables_of, verdict_of
+from structattn_lab.report.task_parts import tables_of, verdict_of
+from structattn_lab.tasks.registry import class_of_record
 
 
 def table(record: ComparisonRecord) -> Table:

@@ -12,7 +12,7 @@ from structattn_lab.report.figures import comparison as comparison_figures
 from structattn_lab.report.figures import scaling as scaling_figures
 from structattn_lab.report.figures import selection as selection_figures
 from structattn_lab.report.page import write_page
-from structattn_lab.tasks.registry import spec_namer
+from structattn_lab.report.task_parts import spec_namer
 
 
 def _kind(record: ComparisonRecord) -> tuple[Any, Any]:

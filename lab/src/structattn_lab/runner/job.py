@@ -15,9 +15,9 @@ from structattn.errors import CheckpointError, TrainingDivergedError
 from structattn.files import read_signed, remove_temporary, signed, write_atomic
 from structattn.typed_records import read_as
 from structattn_lab.records.run import RunRecord, ScoreRecord
+from structattn_lab.settings.training import TrainingConfig
 from structattn_lab.tasks.base import Task
 from structattn_lab.tasks.registry import shared_task
-from structattn_lab.training.config import TrainingConfig
 from structattn_lab.training.finished import WEIGHTS, is_finished, progress_of, read_record
 from structattn_lab.training.identity import check_identity, identity_of
 from structattn_lab.training.loop import TrainingResult, train

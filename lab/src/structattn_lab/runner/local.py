@@ -19,9 +19,9 @@ from accelerate.utils import patch_environment
 
 from structattn.checks import check_int
 from structattn.errors import TrainingFailedError
-from structattn_lab import interrupt
 from structattn_lab.runner.base import Listener, run_in_worker, run_job
 from structattn_lab.runner.job import Job
+from structattn_lab.runs import interrupt
 from structattn_lab.training.processes import end_with_parent
 
 _TICK_S = 0.2

@@ -20,9 +20,9 @@ from structattn.checks import check_int
 from structattn.errors import ConfigError, MissingDependencyError, TrainingFailedError
 from structattn.extensions import VARIABLE
 from structattn.extras import install_command
-from structattn_lab import interrupt
 from structattn_lab.runner.base import Listener, run_in_worker
 from structattn_lab.runner.job import Job
+from structattn_lab.runs import interrupt
 
 _ANSWER_S = 5.0
 _TICK_S = 0.2

@@ -22,8 +22,8 @@ from structattn.errors import ConfigError, nearest_name
 from structattn.spec.grammar import one_of, reading, several, split_list, split_specs
 from structattn.spec.layers import LayerSpecs
 from structattn_lab.records.sweep import Parameter
-from structattn_lab.settings import Change, convert, fields_of
-from structattn_lab.training.config import TrainingConfig
+from structattn_lab.settings.overrides import Change, convert, fields_of
+from structattn_lab.settings.training import TrainingConfig
 
 ATTENTION = "attention"
 _KINDS = ("log", "uniform", "int", "choice")

@@ -15,8 +15,8 @@ from structattn.layout.text import TextLayout
 from structattn.memory import physical_memory
 from structattn.models.transformer import Transformer
 from structattn.spec.layers import LayerSpecs
+from structattn_lab.settings.training import Parametrization, TrainingConfig
 from structattn_lab.tasks.base import Task
-from structattn_lab.training.config import Parametrization, TrainingConfig
 
 logger = logging.getLogger(__name__)
 _MOST_SHAPES = 256

@@ -14,8 +14,8 @@ from structattn.errors import ConfigError
 from structattn.layers.block import TransformerBlock
 from structattn.parallel.agreement import agreed_lengths
 from structattn.parallel.processes import Processes
+from structattn_lab.settings.training import WITHOUT_EFFECT, TrainingConfig
 from structattn_lab.tasks.base import Task
-from structattn_lab.training.config import WITHOUT_EFFECT, TrainingConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from structattn.errors import CheckpointError
+from structattn_lab.settings.training import WITHOUT_EFFECT, TrainingConfig
 from structattn_lab.tasks.base import Task
-from structattn_lab.training.config import WITHOUT_EFFECT, TrainingConfig
 
 
 def identity_of(task: Task, spec: str, config: TrainingConfig, seed: int) -> dict[str, Any]:

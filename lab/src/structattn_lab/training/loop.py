@@ -16,11 +16,11 @@ from torch import Tensor
 from structattn.checks import MAX_SEED, check_int
 from structattn.errors import ConfigError
 from structattn.progress import progress_bar
-from structattn_lab import interrupt
 from structattn_lab.records.run import Progress
+from structattn_lab.runs import interrupt
+from structattn_lab.settings.training import TrainingConfig
 from structattn_lab.tasks.base import Split, Task
 from structattn_lab.training.checkpoint import has_checkpoints, load_latest
-from structattn_lab.training.config import TrainingConfig
 from structattn_lab.training.finished import is_finished
 from structattn_lab.training.memory import peak_memory_bytes, reset_peak_memory
 from structattn_lab.training.processes import named_loss

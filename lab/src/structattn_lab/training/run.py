@@ -17,17 +17,18 @@ from torch import Tensor, nn
 from structattn.errors import CheckpointError, TrainingDivergedError
 from structattn.files import remove_temporary
 from structattn.typed_records import read_as
-from structattn_lab.config_file import settings_of, write_config
 from structattn_lab.records.run import Progress, RunRecord, without_state
+from structattn_lab.settings.config_file import settings_of, write_config
+from structattn_lab.settings.trackers import NONE
+from structattn_lab.settings.training import TrainingConfig
 from structattn_lab.tasks.base import Batch, Split, Task
 from structattn_lab.training import processes, sharding
 from structattn_lab.training.build import build_model, build_optimizer, checkpoint_activations, compiled
 from structattn_lab.training.checkpoint import Checkpoint, has_checkpoints, latest_checkpoint, save_checkpoint
-from structattn_lab.training.config import TrainingConfig
 from structattn_lab.training.division import check_divisible, check_same, division_of
 from structattn_lab.training.finished import is_finished, progress_of, read_finished, write_finished
 from structattn_lab.training.identity import check_identity, identity_of
-from structattn_lab.training.trackers import NONE, Curves, TrackedRun
+from structattn_lab.training.trackers import Curves, TrackedRun
 
 logger = logging.getLogger(__name__)
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")

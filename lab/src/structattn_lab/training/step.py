@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from structattn.seeds import derive_seed
+from structattn_lab.settings.schedule import learning_rate_at
 from structattn_lab.tasks.base import Batch
 from structattn_lab.training.run import TrainingRun
-from structattn_lab.training.schedule import learning_rate_at
 
 
 def train_step(run: TrainingRun) -> tuple[Tensor, float]:

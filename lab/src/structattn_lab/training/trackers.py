@@ -5,28 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from structattn.checks import check_choice
-from structattn.errors import ConfigError, MissingDependencyError, in_words
+from structattn.errors import ConfigError, in_words
+from structattn_lab.settings.trackers import NONE, TENSORBOARD
 
 logger = logging.getLogger(__name__)
-TENSORBOARD, NONE = "tensorboard", "none"
-
-
-def check_tracker(name: str) -> None:
-    """Raises ``ConfigError`` unless accelerate knows a tracker, and ``MissingDependencyError`` where it is not installed."""
-    if name in (TENSORBOARD, NONE):  # importing accelerate takes seconds
-        return
-    tracking: Any = import_module("accelerate.tracking")
-    check_choice("training.tracker", name, (NONE, *tracking.LOGGER_TYPE_TO_CLASS))
-    # Trackers that a user registers with accelerate have no type of its own.
-    if name in tracking.LoggerType.list() and name not in map(str, tracking.get_available_trackers()):
-        raise MissingDependencyError(
-            f"training.tracker={name}: {name} is not installed. pip install {name.replace('_', '-')}, or choose another, such as {TENSORBOARD}"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from mean_task.task import MeanConfig
-from structattn_lab.recipe import Preset, Recipe
-from structattn_lab.training.config import TrainingConfig
+from structattn_lab.settings.recipe import Preset, Recipe
+from structattn_lab.settings.training import TrainingConfig
 
 _SMOKE = Recipe(
     task=MeanConfig(),

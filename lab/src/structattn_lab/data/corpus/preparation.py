@@ -30,7 +30,7 @@ from structattn_lab.data.corpus.tokenizers import (
 )
 from structattn_lab.data.plain_text import ReadingStoppedError
 from structattn_lab.data.splits import SPLITS, DataSplit
-from structattn_lab.folders import OF_EVERY_FOLDER, Owner, opened
+from structattn_lab.runs.folders import OF_EVERY_FOLDER, Owner, opened
 
 _RECORD = ("settings", "files", "tokenizer", "documents", "characters", "splits")
 _FEW = 1000

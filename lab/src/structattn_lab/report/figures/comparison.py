@@ -22,7 +22,8 @@ from structattn_lab.report.plot import (
     write_figures,
 )
 from structattn_lab.report.rows import baselines_in_view, lowest, ranked_rows, row_name, seed_words
-from structattn_lab.tasks.registry import class_of_record, figures_of
+from structattn_lab.report.task_parts import figures_of
+from structattn_lab.tasks.registry import class_of_record
 
 
 def draw(record: ComparisonRecord, folder: Path) -> list[Figure]:

@@ -32,7 +32,7 @@ from structattn_lab.report.plot import (
     write_figures,
 )
 from structattn_lab.report.scaling import laws, mean_loss, series_of, settings_of
-from structattn_lab.tasks.registry import figures_of
+from structattn_lab.report.task_parts import figures_of
 
 
 def draw(record: ComparisonRecord, folder: Path) -> list[Figure]:

@@ -26,7 +26,7 @@ from structattn_lab.report.plot import (
 )
 from structattn_lab.report.rows import baseline_score, score_of
 from structattn_lab.report.selection import choices_of, group_record, searched_settings
-from structattn_lab.tasks.registry import figures_of
+from structattn_lab.report.task_parts import figures_of
 
 
 def draw(record: ComparisonRecord, folder: Path) -> list[Figure]:

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from structattn_lab.tied import without_copies
+from structattn_lab.tasks.tied import without_copies
 
 
 def integration() -> Any:

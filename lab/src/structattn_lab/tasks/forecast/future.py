@@ -30,7 +30,7 @@ class Forecast:
         columns: that were forecast.
         levels: of the intervals, in percent.
         windows: validation windows that the widths of the intervals come from.
-        table: a pandas ``DataFrame``, see ``structattn_lab.forecast.forecast``.
+        table: a pandas ``DataFrame``, see ``structattn_lab.inference.forecast.forecast``.
         times: of its rows, in UTC if the data have a zone; the numbers of rows where they have no dates.
         past: the values before it, ``(columns, rows)``, at least the look-back.
         past_times: of these, as ``times``.

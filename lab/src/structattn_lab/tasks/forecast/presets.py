@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from structattn_lab.recipe import Preset, Recipe
+from structattn_lab.settings.recipe import Preset, Recipe
+from structattn_lab.settings.training import TrainingConfig
 from structattn_lab.tasks.forecast.task import ForecastConfig
-from structattn_lab.training.config import TrainingConfig
 
 _TRAINING = TrainingConfig(
     steps=640,

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from structattn_lab.recipe import Preset, Recipe
+from structattn_lab.settings.recipe import Preset, Recipe
+from structattn_lab.settings.training import TrainingConfig
 from structattn_lab.tasks.icl_regression.task import Curriculum, ICLRegressionConfig
-from structattn_lab.training.config import TrainingConfig
 
 _SPECS = ("standard", "standard:1", "bilinear-btt:1", "bilinear-btt:2")
 # Small enough for a CPU, with a head dimension of 3 below d: for the effect of single settings see docs/results/icl-regression.md.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from structattn_lab.recipe import Preset, Recipe
+from structattn_lab.settings.recipe import Preset, Recipe
+from structattn_lab.settings.training import TrainingConfig
 from structattn_lab.tasks.nearest_neighbor.task import NearestNeighborConfig
-from structattn_lab.training.config import TrainingConfig
 
 _DEFAULT = Recipe(
     task=NearestNeighborConfig(),

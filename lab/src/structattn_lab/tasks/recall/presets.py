@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from structattn_lab.cache_sizes import cache_map
-from structattn_lab.recipe import Preset, Recipe
+from structattn_lab.settings.recipe import Preset, Recipe
+from structattn_lab.settings.training import TrainingConfig
+from structattn_lab.tasks.cache_sizes import cache_map
 from structattn_lab.tasks.recall.task import RecallConfig
-from structattn_lab.training.config import TrainingConfig
 
 
 def _recipe(task: RecallConfig, steps: int, specs: tuple[str, ...]) -> Recipe:

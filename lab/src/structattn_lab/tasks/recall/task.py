@@ -19,8 +19,8 @@ from structattn.models.language_model import LanguageModel
 from structattn.parallel.processes import Processes
 from structattn.parallel.shard import SequenceShard
 from structattn.seeds import generator
-from structattn_lab.octaves import by_octave, octaves
 from structattn_lab.tasks.base import Baseline, Batch, Split, Task, check_sizes_of, on_device_of
+from structattn_lab.tasks.octaves import by_octave, octaves
 from structattn_lab.tasks.recall.sequences import Associative, Joined, Kind, Passkey, Vocabulary, draw_tokens
 
 # Sequences of an evaluation that are drawn, and given to the model, at a time: another number would give other sequences.

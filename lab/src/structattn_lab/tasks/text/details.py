@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from structattn.layers.attention import Attention
 from structattn.layout.levels import LevelLayout
 from structattn.models.language_model import LanguageModel
-from structattn_lab.octaves import by_octave
+from structattn_lab.tasks.octaves import by_octave
 
 
 def positions_in_documents(documents: Tensor) -> Tensor:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from structattn_lab.cache_sizes import cache_map
-from structattn_lab.recipe import Preset, Recipe
+from structattn_lab.settings.recipe import Preset, Recipe
+from structattn_lab.settings.training import TrainingConfig
+from structattn_lab.tasks.cache_sizes import cache_map
 from structattn_lab.tasks.text.task import TextConfig
-from structattn_lab.training.config import TrainingConfig
 
 # Learned positions, as in the paper, where part of what MLR gains is that it knows near from far; and RoPE, which knows it as well.
 _POSITIONS = ("learned positions: task.rotary=", "RoPE: task.rotary=low_far")

@@ -25,7 +25,6 @@ from structattn.seeds import generator
 from structattn.typed_records import read_as
 from structattn_lab.data.corpus import Tokenizer, Windows, text_units, tokenizer_from
 from structattn_lab.data.text_data import open_text_data
-from structattn_lab.octaves import by_octave, octaves
 from structattn_lab.tasks.base import (
     Baseline,
     Batch,
@@ -36,6 +35,7 @@ from structattn_lab.tasks.base import (
     check_sizes_of,
     on_device_of,
 )
+from structattn_lab.tasks.octaves import by_octave, octaves
 from structattn_lab.tasks.text.details import attention_by_distance, positions_in_documents
 
 _NONE = -100  # a target that is not scored

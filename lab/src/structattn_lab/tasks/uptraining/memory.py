@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from structattn_lab.decode_time import NUM_STEPS, median_ms
+from structattn_lab.tasks.decode_time import NUM_STEPS, median_ms
 
 
 def _cache_of(model: Any, tokens: Tensor, room: int) -> Any:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from structattn_lab.recipe import Preset, Recipe
+from structattn_lab.settings.recipe import Preset, Recipe
+from structattn_lab.settings.training import TrainingConfig
 from structattn_lab.tasks.uptraining.config import RANDOM, UptrainConfig
-from structattn_lab.training.config import TrainingConfig
 
 _SMALL = Recipe(
     task=UptrainConfig(attention_steps=80),

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from structattn.errors import ConfigError, MissingDependencyError
+from structattn_lab.tasks.tied import without_copies
 from structattn_lab.tasks.uptraining.students import StudentForm
 from structattn_lab.tasks.uptraining.taps import tapped
-from structattn_lab.tied import without_copies
 
 _TINY = 1e-20  # of the outputs of a layer that is silent
 

@@ -15,8 +15,8 @@ import structattn
 from structattn.errors import CheckpointError, StructAttnError
 from structattn.files import cache_folder, write_atomic
 from structattn.progress import doing
-from structattn_lab.grid import points_of
-from structattn_lab.recipe import Recipe
+from structattn_lab.compare.grid import points_of
+from structattn_lab.settings.recipe import Recipe
 from structattn_lab.tasks.registry import TASKS, presets_of, shared_task
 from structattn_lab.training.build import empty_model
 from structattn_lab.training.run import TrainingRun

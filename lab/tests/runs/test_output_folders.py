@@ -9,7 +9,7 @@ import pytest
 
 from structattn.cli import main
 from structattn.errors import ConfigError
-from structattn_lab.folders import OWNER, Owner, opened
+from structattn_lab.runs.folders import OWNER, Owner, opened
 from structattn_lab.tasks.registry import recipe_for
 from structattn_lab.training import loop
 

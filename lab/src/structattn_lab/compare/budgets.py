@@ -10,11 +10,11 @@ from torch import nn
 
 from structattn.checks import MAX_LENGTH
 from structattn.errors import ConfigError
-from structattn_lab.recipe import Recipe
+from structattn_lab.settings.recipe import Recipe
+from structattn_lab.settings.training import TrainingConfig
 from structattn_lab.tasks.base import Task
 from structattn_lab.tasks.registry import shared_task
 from structattn_lab.training.build import spec_for
-from structattn_lab.training.config import TrainingConfig
 
 _FEWEST_STEPS = 8
 

@@ -10,8 +10,8 @@ import yaml
 
 from structattn.cli import main
 from structattn.errors import ConfigError
-from structattn_lab.config_file import ConfigFile
-from structattn_lab.settings import with_changes
+from structattn_lab.settings.config_file import ConfigFile
+from structattn_lab.settings.overrides import with_changes
 from structattn_lab.tasks.registry import recipe_for
 
 SMALL = """
@@ -38,7 +38,7 @@ def write(tmp_path: Path, text: str, name: str = "a.yaml") -> Path:
 
 
 def test_yaml_and_toml_say_what_set_says(tmp_path) -> None:
-    from structattn_lab.settings import apply_overrides
+    from structattn_lab.settings.overrides import apply_overrides
 
     expected = apply_overrides(
         recipe_for("nearest-neighbor", "default"),

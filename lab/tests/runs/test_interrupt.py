@@ -14,13 +14,13 @@ import pytest
 
 from structattn.cli import main
 from structattn.errors import TrainingFailedError
-from structattn_lab import interrupt
-from structattn_lab.budgets import flops_of
+from structattn_lab.compare.budgets import flops_of
 from structattn_lab.runner.base import Listener
 from structattn_lab.runner.job import Job
 from structattn_lab.runner.local import LocalRunner
 from structattn_lab.runner.train_all import train_all
-from structattn_lab.training.config import TrainingConfig
+from structattn_lab.runs import interrupt
+from structattn_lab.settings.training import TrainingConfig
 
 LONG = [
     part
@@ -188,7 +188,7 @@ def test_a_failed_run_is_one_line_that_names_its_log(tmp_path: Path) -> None:
 
 def test_a_process_that_comes_to_no_step_ends_nevertheless() -> None:
     code = (
-        "import signal, sys, threading, time; from structattn_lab import interrupt; interrupt.GRACE_S[signal.SIGTERM] = 0.3\n"
+        "import signal, sys, threading, time; from structattn_lab.runs import interrupt; interrupt.GRACE_S[signal.SIGTERM] = 0.3\n"
         "with interrupt.handled(lambda number: print('continue', number, flush=True)), interrupt.at_steps():\n"
         "    print('ready', flush=True)\n"
         "    while True: time.sleep(1)"

@@ -12,12 +12,12 @@ from typing import Any
 from torch import nn
 
 from structattn.errors import ConfigError
-from structattn_lab.budgets import training_of
-from structattn_lab.recipe import Recipe, Variation
+from structattn_lab.compare.budgets import training_of
 from structattn_lab.records.comparison import GridPosition
 from structattn_lab.report.numbers import fmt_flops
 from structattn_lab.runner.job import Job
-from structattn_lab.settings import Change, apply_overrides, with_changes
+from structattn_lab.settings.overrides import Change, apply_overrides, with_changes
+from structattn_lab.settings.recipe import Recipe, Variation
 from structattn_lab.tasks.registry import shared_task
 from structattn_lab.training.build import empty_model
 

@@ -16,21 +16,21 @@ import torch
 from structattn.cli import main
 from structattn.errors import CheckpointError, ConfigError, DataError
 from structattn.testing.tolerances import SAME_MODEL, SIX_DIGITS, SOLVED
-from structattn_lab.compare import compare
+from structattn_lab.compare.comparison import compare
 from structattn_lab.data.series_file import read_columns
 from structattn_lab.data.time_steps import TimeStep, step_of
-from structattn_lab.evaluate import load_run
-from structattn_lab.forecast import forecast
-from structattn_lab.recipe import Recipe
+from structattn_lab.inference.forecast import forecast
+from structattn_lab.inference.forecast_choice import choose
 from structattn_lab.records import read_comparison
 from structattn_lab.report import pages
-from structattn_lab.tasks.forecast.choice import choose
+from structattn_lab.settings.recipe import Recipe
+from structattn_lab.settings.training import TrainingConfig
 from structattn_lab.tasks.forecast.data import WindowedChannels
 from structattn_lab.tasks.forecast.future import BaselineForecaster, forecast_units
 from structattn_lab.tasks.forecast.intervals import check_percents, conformal_widths
 from structattn_lab.tasks.forecast.kept import read_kept
 from structattn_lab.tasks.forecast.task import ForecastConfig, ForecastTask, SeriesConfig
-from structattn_lab.training.config import TrainingConfig
+from structattn_lab.training.evaluate import load_run
 from structattn_lab.training.finished import read_record
 
 SPECS = ("standard", "mlr:4|2|2", "peer:DLinear", "peer:iTransformer", "peer:PatchTST,n_heads=2")

@@ -13,8 +13,8 @@ from structattn.files import signed
 from structattn.models.sampling import Sampling
 from structattn.testing.tolerances import ANOTHER_ORDER
 from structattn_lab.data.corpus import Characters
-from structattn_lab.evaluate import load_language_model
-from structattn_lab.generate import TextGeneration
+from structattn_lab.inference.generate import TextGeneration
+from structattn_lab.training.evaluate import load_language_model
 
 SMALL = [
     *("--set", "task.context_length=32", "--set", "task.embed_dim=16", "--set", "task.num_layers=2"),

@@ -24,9 +24,9 @@ import yaml
 from structattn.checks import quoted
 from structattn.errors import ConfigError
 from structattn.files import write_atomic
-from structattn_lab.folders import CONFIG
-from structattn_lab.settings import Change, Value, as_text, convert, fields_of, full_name
+from structattn_lab.settings.overrides import Change, Value, as_text, convert, fields_of, full_name
 
+CONFIG = "config.yaml"  # the settings of a folder, for people and for ``--config``
 _NOTHING = ("", "~", "null", "Null", "NULL")
 _PLAIN = "tag:yaml.org,2002:"
 _TAGS = {

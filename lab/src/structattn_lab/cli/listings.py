@@ -8,9 +8,9 @@ from structattn import mup
 from structattn.models.language_model import LanguageModel
 from structattn.spec.layers import LayerSpecs
 from structattn_lab.data.corpus import Bytes, text_units
-from structattn_lab.durations import estimates, in_words
+from structattn_lab.planning.durations import estimates, in_words
 from structattn_lab.report.table import Table
-from structattn_lab.settings import as_text, fields_of, meanings, type_in_words
+from structattn_lab.settings.overrides import as_text, fields_of, meanings, type_in_words
 from structattn_lab.tasks.registry import about, presets_of, recipe_for, task_class, usable_tasks
 
 

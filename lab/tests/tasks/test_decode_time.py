@@ -1,7 +1,7 @@
 """The time of a decoding step."""
 
 import structattn as sa
-from structattn_lab.decode_time import decode_times
+from structattn_lab.tasks.decode_time import decode_times
 
 
 def model(length: int, spec: str = "standard") -> sa.LanguageModel:

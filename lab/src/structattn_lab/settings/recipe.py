@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from structattn.checks import check_choice, check_field_types, check_int, check_number
 from structattn.errors import ConfigError
-from structattn_lab.settings import Change
-from structattn_lab.training.config import TrainingConfig
+from structattn_lab.settings.overrides import Change
+from structattn_lab.settings.training import TrainingConfig
 
 MOST_RUNS = 100_000
 

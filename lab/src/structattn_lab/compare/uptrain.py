@@ -13,16 +13,16 @@ from typing import Any, cast
 from structattn.checks import check_bool, check_int, check_number, check_path, check_size, check_type, quoted
 from structattn.errors import ConfigError, DataError
 from structattn.files import TEMPORARY, write_atomic
-from structattn_lab.compare import compare
+from structattn_lab.compare.comparison import compare
+from structattn_lab.compare.grid import points_of
+from structattn_lab.compare.model_card import README, model_card
 from structattn_lab.data.corpus import Corpus, PrepareConfig, Source, prepare
 from structattn_lab.data.corpus.corpus import MANIFEST
-from structattn_lab.grid import points_of
-from structattn_lab.recipe import Recipe
 from structattn_lab.records.common import Results
 from structattn_lab.records.comparison import ComparisonRecord
-from structattn_lab.settings import Change, apply_overrides
+from structattn_lab.settings.overrides import Change, apply_overrides
+from structattn_lab.settings.recipe import Recipe
 from structattn_lab.tasks.registry import recipe_for, shared_task
-from structattn_lab.tasks.uptraining.card import README, model_card
 from structattn_lab.tasks.uptraining.students import check_student
 from structattn_lab.tasks.uptraining.teacher import checked_config
 from structattn_lab.training.finished import read_finished

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from structattn.cli import main
-from structattn_lab import durations
-from structattn_lab.durations import StepTime, estimated_seconds, in_words, measured_step
+from structattn_lab.planning import durations
+from structattn_lab.planning.durations import StepTime, estimated_seconds, in_words, measured_step
 from structattn_lab.tasks.registry import TASKS, presets_of, recipe_for
 
 

@@ -7,8 +7,8 @@ from typing import Any, Literal, get_args
 
 from structattn.checks import check_choice, check_field_types, check_int, check_number, check_type
 from structattn.errors import ConfigError
-from structattn_lab.training.schedule import Schedule
-from structattn_lab.training.trackers import TENSORBOARD, check_tracker
+from structattn_lab.settings.schedule import Schedule
+from structattn_lab.settings.trackers import TENSORBOARD, check_tracker
 
 # Settings that may differ when a run is resumed: no result depends on them.
 WITHOUT_EFFECT = ("process_timeout", "context_parallel", "tracker")

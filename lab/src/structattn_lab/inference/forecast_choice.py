@@ -13,17 +13,17 @@ from torch import nn
 
 from structattn.errors import CheckpointError, ConfigError, DataError, nearest_name
 from structattn.typed_records import read_as
-from structattn_lab.evaluate import load_run, reading_run, trained_model
-from structattn_lab.folders import OWNER
-from structattn_lab.grid import Point, points_of
-from structattn_lab.recipe import Recipe
+from structattn_lab.compare.grid import Point, points_of
 from structattn_lab.records.common import RESULTS
 from structattn_lab.records.comparison import BaselineRow, ComparisonRecord, Row, position_of, read_comparison
+from structattn_lab.report.task_parts import spec_namer
+from structattn_lab.runs.folders import OWNER
+from structattn_lab.settings.recipe import Recipe
 from structattn_lab.tasks.forecast.baselines import Ridge
 from structattn_lab.tasks.forecast.future import BaselineForecaster, FutureForecaster, ModelForecaster
 from structattn_lab.tasks.forecast.kept import FILE, Kept, read_kept
 from structattn_lab.tasks.forecast.task import ForecastConfig, ForecastTask, build_forecaster
-from structattn_lab.tasks.registry import spec_namer
+from structattn_lab.training.evaluate import load_run, reading_run, trained_model
 from structattn_lab.training.finished import FinishedRun, progress_of, read_finished, read_record
 
 
@@ -67,7 +67,7 @@ def choose(folder: Path, row: str | None, variant: str | None) -> Chosen:
 
     Args:
         folder: of a run, or of a comparison.
-        row, variant: see ``structattn_lab.forecast.forecast``.
+        row, variant: see ``structattn_lab.inference.forecast.forecast``.
 
     Raises:
         CheckpointError: it holds neither, or something is missing or damaged.

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from structattn.errors import ConfigError
 from structattn.files import TEMPORARY, absolute, remove_temporary, write_atomic
+from structattn_lab.settings.config_file import CONFIG
 
 if sys.platform != "win32":
     import fcntl
@@ -28,7 +29,6 @@ OWNER = "owner.json"
 RUNS = Path("runs")
 FORMAT_VERSION = 1
 _LOCK = ".lock"
-CONFIG = "config.yaml"  # the settings, for people and for ``--config``
 OF_EVERY_FOLDER = (OWNER, _LOCK)  # names of the files that are written here
 _SHOWN = 4  # names or differences of one message
 

@@ -19,13 +19,7 @@ from structattn.models.language_model import LanguageModel
 from structattn.progress import progress_bar, say
 from structattn_lab.analysis.model_selection import search
 from structattn_lab.analysis.scaling_law import scaling_laws
-from structattn_lab.config_file import write_config
-from structattn_lab.decode_time import decode_times
-from structattn_lab.environment import origin
-from structattn_lab.folders import Owner, finished_in, opened
-from structattn_lab.grid import ModelCosts, Point, points_of
-from structattn_lab.old_folders import comparison_record
-from structattn_lab.recipe import Recipe
+from structattn_lab.compare.grid import ModelCosts, Point, points_of
 from structattn_lab.records.common import RESULTS, Results, to_json
 from structattn_lab.records.comparison import (
     BaselineRow,
@@ -36,16 +30,22 @@ from structattn_lab.records.comparison import (
     position_of,
     read_comparison,
 )
+from structattn_lab.records.environment import origin
 from structattn_lab.records.run import Progress, ScoreRecord
 from structattn_lab.report.runs_csv import runs_csv
 from structattn_lab.runner.base import Runner
 from structattn_lab.runner.job import Job
 from structattn_lab.runner.local import LocalRunner
 from structattn_lab.runner.train_all import train_all
-from structattn_lab.settings import fields_of
+from structattn_lab.runs.folders import Owner, finished_in, opened
+from structattn_lab.runs.old_folders import comparison_record
+from structattn_lab.settings.config_file import write_config
+from structattn_lab.settings.overrides import fields_of
+from structattn_lab.settings.recipe import Recipe
+from structattn_lab.settings.training import WITHOUT_EFFECT
 from structattn_lab.tasks.base import Task
+from structattn_lab.tasks.decode_time import decode_times
 from structattn_lab.tasks.registry import shared_task
-from structattn_lab.training.config import WITHOUT_EFFECT
 
 # These may differ when a comparison is resumed: they name runs, each with a separate folder, or change no result.
 _FREE = (

@@ -18,7 +18,7 @@ from structattn_lab.data.plain_text import is_there
 from structattn_lab.data.series_file import read_rows
 from structattn_lab.data.series_table import CsvTable, FrameTable, Table, pandas
 from structattn_lab.data.time_steps import step_of
-from structattn_lab.tasks.forecast.choice import choose
+from structattn_lab.inference.forecast_choice import choose
 from structattn_lab.tasks.forecast.future import Forecast, check_request, forecast_units
 
 LEVELS = (80, 95)

@@ -1,0 +1,1 @@
+"""What finished runs do: forecasts and text."""

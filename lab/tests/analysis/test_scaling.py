@@ -23,9 +23,11 @@ from structattn_lab.records.common import to_json
 from structattn_lab.records.comparison import GridPosition, Scaling
 from structattn_lab.report.scaling import table, verdict
 from structattn_lab.settings.overrides import apply_overrides
-from structattn_lab.tasks.registry import presets_of, recipe_for
+from structattn_lab.tasks.factory import TaskFactory
+from structattn_lab.tasks.registry import presets_of, recipe_for, task_class
 from structattn_lab.training.build import spec_for
 
+TEXT = TaskFactory(task_class("text"))
 BUDGETS = (1e12, 2e12, 4e12, 8e12, 16e12)
 
 
@@ -42,7 +44,7 @@ def grid(*changes: str):
 
 def test_a_grid_has_every_variant_at_every_width_and_budget() -> None:
     recipe = grid("widths=64,128", "budgets=1e12,4e12")
-    points = points_of("text", recipe)
+    points = points_of(TEXT, recipe)
     expected = itertools.product(("learned positions", "RoPE"), (64, 128), (1e12, 4e12))
     assert [(p.position.setting, p.position.width, p.position.budget) for p in points] == list(expected)
     for point in points:
@@ -60,7 +62,7 @@ def test_a_grid_has_every_variant_at_every_width_and_budget() -> None:
 
 
 def test_budgets_are_kept_to_the_last_digit() -> None:
-    near = points_of("text", grid("widths=64", "variants=", "budgets=1000001,1000002,1e12"))
+    near = points_of(TEXT, grid("widths=64", "variants=", "budgets=1000001,1000002,1e12"))
     assert [point.recipe.budgets for point in near] == [(1000001.0,), (1000002.0,), (1e12,)]
     assert len({point.settings for point in near}) == 3
     assert near[-1].settings.endswith("budgets=1e+12")  # the short form names the folders of runs that there are
@@ -68,7 +70,7 @@ def test_budgets_are_kept_to_the_last_digit() -> None:
 
 def test_a_recipe_without_a_grid_is_one_point() -> None:
     recipe = recipe_for("text", "smoke")
-    (point,) = points_of("text", recipe)
+    (point,) = points_of(TEXT, recipe)
     assert point.recipe == recipe
     assert (point.settings, point.position) == ("", GridPosition())
 
@@ -206,8 +208,8 @@ def test_a_grid_from_the_command_line(tmp_path: Path, capsys) -> None:
 
 @pytest.mark.parametrize("spec", ["standard", "mlr:16|16|16|16"])
 def test_a_budget_of_any_size_is_counted_at_once(spec: str) -> None:
-    (point, *_) = points_of("text", grid("widths=64", "budgets=1e18"))
-    training = training_of("text", point.recipe, spec)
+    (point, *_) = points_of(TEXT, grid("widths=64", "budgets=1e18"))
+    training = training_of(TEXT, point.recipe, spec)
     with torch.device("meta"):
         model = point.recipe.task.build_model(spec_for(spec, "mup"), Characters())
     step = point.recipe.training.batch_size * model.flops_per_example()
@@ -219,7 +221,7 @@ def test_a_budget_of_any_size_is_counted_at_once(spec: str) -> None:
 @pytest.mark.parametrize("preset", presets_of("text"))
 def test_every_preset_has_models_that_fit(preset: str) -> None:
     recipe = recipe_for("text", preset)
-    point = points_of("text", recipe)[-1]
+    point = points_of(TEXT, recipe)[-1]
     for settings in (point.recipe, point.swept):
         with torch.device("meta"):
             for spec in recipe.attention:

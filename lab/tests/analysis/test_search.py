@@ -18,12 +18,13 @@ from structattn_lab.analysis.model_selection import critical_differences, search
 from structattn_lab.compare.grid import points_of
 from structattn_lab.records import Row
 from structattn_lab.settings.overrides import apply_overrides
-from structattn_lab.tasks.registry import recipe_for
+from structattn_lab.tasks.factory import TaskFactory
+from structattn_lab.tasks.registry import recipe_for, task_class
 
 
 def test_every_setting_is_a_point_and_rates_are_chosen_at_each() -> None:
     recipe = recipe_for("forecast", "ett")
-    points = points_of("forecast", recipe)
+    points = points_of(TaskFactory(task_class("forecast")), recipe)
     horizons, look_backs = (96, 192, 336), (96, 336, 512, 1024, 2048)
     expected = list(itertools.product(("OT", "*"), horizons, look_backs))
     places = [(p.recipe.task.data.target, p.recipe.task.horizon, p.recipe.task.look_back) for p in points]

@@ -13,7 +13,8 @@ from structattn_lab.runner.job import Job
 from structattn_lab.runner.ray import RayRunner, connected
 from structattn_lab.runner.train_all import train_all
 from structattn_lab.settings.training import TrainingConfig
-from structattn_lab.tasks.nearest_neighbor.task import NearestNeighborConfig
+from structattn_lab.tasks.factory import TaskFactory
+from structattn_lab.tasks.nearest_neighbor.task import NearestNeighborConfig, NearestNeighborTask
 
 SMALL = [
     part
@@ -81,7 +82,7 @@ def test_a_cluster_gives_the_numbers_of_this_machine(ray, tmp_path: Path, capsys
 @pytest.mark.full
 def test_failed_jobs_are_named(ray, tmp_path: Path) -> None:
     job = Job(
-        task_name="nearest-neighbor",
+        tasks=TaskFactory(NearestNeighborTask),
         task=NearestNeighborConfig(dim=8, num_points=4, num_heads=2, eval_examples=16),
         spec="mlr:3|3",  # does not fit
         training=TrainingConfig(steps=2, batch_size=4, learning_rate=1e-3),

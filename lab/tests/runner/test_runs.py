@@ -15,8 +15,9 @@ from structattn_lab.runner.job import Job
 from structattn_lab.runner.local import LocalRunner
 from structattn_lab.runner.train_all import train_all
 from structattn_lab.settings.training import TrainingConfig
+from structattn_lab.tasks.factory import TaskFactory
 from structattn_lab.tasks.icl_regression.task import ICLRegressionConfig, ICLRegressionTask
-from structattn_lab.tasks.nearest_neighbor.task import NearestNeighborConfig
+from structattn_lab.tasks.nearest_neighbor.task import NearestNeighborConfig, NearestNeighborTask
 
 _PARENT = """
 import sys
@@ -36,6 +37,7 @@ from pathlib import Path
 @dataclass
 class Sleeper:
     folder: Path
+    tasks: object = None
 
     @property
     def log(self):
@@ -87,7 +89,7 @@ def test_the_bar_of_several_runs_counts_steps_also_of_those_that_were_done_befor
 ) -> None:
     jobs = [
         Job(
-            task_name="nearest-neighbor",
+            tasks=TaskFactory(NearestNeighborTask),
             task=NearestNeighborConfig(dim=8, num_points=4, num_heads=2, eval_examples=16),
             spec="standard",
             training=TrainingConfig(steps=6, batch_size=2, learning_rate=1e-3, checkpoint_every=2),
@@ -107,7 +109,7 @@ def test_the_bar_of_several_runs_counts_steps_also_of_those_that_were_done_befor
 
 def _scored(folder: Path, seed: int = 0) -> Job:
     return Job(
-        task_name="icl-regression",
+        tasks=TaskFactory(ICLRegressionTask),
         task=ICLRegressionConfig(dim=2, embed_dim=8, num_layers=1, num_heads=2, eval_prompts=16),
         spec="standard",
         training=TrainingConfig(steps=6, batch_size=2, learning_rate=1e-3),

@@ -132,7 +132,7 @@ class Fake(Job):
 
 def fake(code: str, folder: Path) -> Fake:
     settings = TrainingConfig(steps=1, batch_size=1, learning_rate=1e-3)
-    return Fake(task_name="", task=None, spec=folder.name, training=settings, seed=0, folder=folder, code=code)
+    return Fake(tasks=None, task=None, spec=folder.name, training=settings, seed=0, folder=folder, code=code)
 
 
 class Told(Listener):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from structattn_lab.tasks.cache_sizes import cache_map
-from structattn_lab.tasks.registry import recipe_for, shared_task
+from structattn_lab.tasks.registry import recipe_for, task_class
 
 # Of the standard cache: least and most of each group, and how many specs it has.
 GROUPS = ((1.0, 1.0, 1), (0.45, 0.57, 5), (0.23, 0.32, 7), (0.11, 0.17, 4), (0.0, 0.09, 1))
@@ -17,7 +17,7 @@ GROUPS = ((1.0, 1.0, 1), (0.45, 0.57, 5), (0.23, 0.32, 7), (0.11, 0.17, 4), (0.0
 @pytest.mark.parametrize("name", ["text", "recall"])
 def test_cache_sizes(name: str, preset: str) -> None:
     recipe = recipe_for(name, preset)
-    task = shared_task(name, recipe.task)
+    task = task_class(name)(recipe.task)
     with torch.device("meta"):
         numbers = [task.build_model(spec).cache_numbers() for spec in recipe.attention]
     shares = iter([number / numbers[0] for number in numbers])

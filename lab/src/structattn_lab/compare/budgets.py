@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import torch
 from torch import nn
@@ -13,7 +12,7 @@ from structattn.errors import ConfigError
 from structattn_lab.settings.recipe import Recipe
 from structattn_lab.settings.training import TrainingConfig
 from structattn_lab.tasks.base import Task
-from structattn_lab.tasks.registry import shared_task
+from structattn_lab.tasks.factory import TaskFactory
 from structattn_lab.training.build import spec_for
 
 _FEWEST_STEPS = 8
@@ -44,13 +43,18 @@ def affordable_steps(task: Task, model: nn.Module, flops: float) -> int:
     return steps + int(flops // full)
 
 
-@functools.cache
-def training_of(task_name: str, recipe: Recipe, spec: str) -> TrainingConfig:
-    """The training of a variant: the recipe's steps, or as many as its compute pays for, and at least one."""
+def training_of(tasks: TaskFactory, recipe: Recipe, spec: str) -> TrainingConfig:
+    """The training of a variant: the recipe's steps, or as many as its compute pays for, and at least one.
+
+    Args:
+        tasks: makes the task where steps are counted.
+        recipe: of a point of the grid.
+        spec: of the variant.
+    """
     training = recipe.training
     if not recipe.budgets and (recipe.equal == "steps" or spec == recipe.attention[0]):
         return training
-    task = shared_task(task_name, recipe.task)
+    task = tasks(recipe.task)
     with torch.device("meta"):
         first, model = (
             task.build_model(spec_for(name, training.parametrization)) for name in (recipe.attention[0], spec)

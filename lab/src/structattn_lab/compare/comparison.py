@@ -45,7 +45,8 @@ from structattn_lab.settings.recipe import Recipe
 from structattn_lab.settings.training import WITHOUT_EFFECT
 from structattn_lab.tasks.base import Task
 from structattn_lab.tasks.decode_time import decode_times
-from structattn_lab.tasks.registry import shared_task
+from structattn_lab.tasks.factory import TaskFactory
+from structattn_lab.tasks.registry import task_class
 
 # These may differ when a comparison is resumed: they name runs, each with a separate folder, or change no result.
 _FREE = (
@@ -55,7 +56,7 @@ _FREE = (
 
 
 def compare(
-    task_name: str,
+    task: str | TaskFactory,
     recipe: Recipe,
     out: Path | None = None,
     *,
@@ -69,7 +70,7 @@ def compare(
     """Trains every attention spec of a recipe and writes ``results.json``, figures (PNG, SVG) and ``report.html``.
 
     Args:
-        task_name: see ``tasks.registry.TASKS``.
+        task: its name, see ``tasks.registry.TASKS``; or what makes the tasks, for a caller that needs them afterwards.
         recipe: settings.
         out: output folder, created; each run has a folder below ``runs/``. Default: see ``folders.opened``.
         preset: its name, for the record.
@@ -94,9 +95,10 @@ def compare(
     # matplotlib is optional: only a comparison needs it
     from structattn_lab.report.pages import write_pages
 
-    shared_task.cache_clear()  # the data may have changed since another comparison
-    points = points_of(task_name, recipe)
-    tasks = [shared_task(task_name, point.recipe.task) for point in points]
+    factory = TaskFactory(task_class(task)) if isinstance(task, str) else task
+    task_name = factory.name
+    points = points_of(factory, recipe)
+    tasks = [factory(point.recipe.task) for point in points]
     models = [point.models() for point in points]
     settings = asdict(recipe) | tasks[0].identity(asdict(recipe.task))
     recorded = partial(comparison_record, task=task_name)
@@ -106,10 +108,12 @@ def compare(
         return finished
     with opened(out, owner, resume=resume, on_open=on_open) as folder:
         if finished is not None:
-            record = finished.record
+            record, runs = finished.record, finished.runs
         else:
             write_config(folder, "compare", _config(task_name, recipe, preset))
-            rows, baselines = _results(folder, points, models, tasks, runner or LocalRunner(), resume, show_progress)
+            rows, baselines, runs = _results(
+                folder, points, models, tasks, runner or LocalRunner(), resume, show_progress
+            )
             record = _record(tasks[0], recipe, rows, baselines, command, preset)
         try:
             if finished is None:
@@ -118,7 +122,7 @@ def compare(
             write_pages(record, folder)
         except OSError as error:
             raise CheckpointError(f"could not write the results to {folder}: {error.strerror or error}") from error
-    return Results(record=record, folder=folder)
+    return Results(record=record, folder=folder, runs=runs)
 
 
 def _config(task_name: str, recipe: Recipe, preset: str) -> dict[str, Any]:
@@ -140,12 +144,15 @@ def _finished(folder: Path, owner: Owner, points: Sequence[Point]) -> Results[Co
     asked = [(point, spec) for point in points for spec in point.recipe.attention]
     if [(point.position, spec) for point, spec in asked] != [(position_of(row), row.spec) for row in record.rows]:
         return None
-    jobs = (
-        job
-        for (point, spec), row in zip(asked, record.rows, strict=True)
-        for job in point.jobs(folder, spec, row.learning_rate)
-    )
-    return Results(record=record, folder=folder) if all(job.is_done for job in jobs) else None
+    jobs = [point.jobs(folder, spec, row.learning_rate) for (point, spec), row in zip(asked, record.rows, strict=True)]
+    if not all(job.is_done for of_row in jobs for job in of_row):
+        return None
+    return Results(record=record, folder=folder, runs=_folders(jobs))
+
+
+def _folders(jobs: Sequence[Sequence[Job]]) -> tuple[tuple[Path, ...], ...]:
+    """The folders of the runs of every row."""
+    return tuple(tuple(job.folder for job in of_row) for of_row in jobs)
 
 
 def _results(
@@ -156,8 +163,8 @@ def _results(
     runner: Runner,
     resume: bool,
     show_progress: bool,
-) -> tuple[list[Row], list[BaselineRow]]:
-    """Trains the remaining runs; returns the rows of the attention variants and of the baselines."""
+) -> tuple[list[Row], list[BaselineRow], tuple[tuple[Path, ...], ...]]:
+    """Trains the remaining runs; returns the rows of the attention variants and of the baselines, and the folders of each row's runs."""
     # Points whose sweeps have the same settings share them.
     sweeps = list({job.folder: job for point in points for job in point.sweep_jobs(folder)}.values())
     train_all(sweeps, runner=runner, resume=resume, show_progress=show_progress)
@@ -186,7 +193,7 @@ def _results(
             for name, content in task.baseline_files().items():
                 write_atomic(point.baselines_folder(folder) / name, content)
             bar.update()
-    return rows, baselines
+    return rows, baselines, _folders([seeds for of_point in jobs for seeds in of_point])
 
 
 def _swept_score(job: Job, metric: str) -> float:

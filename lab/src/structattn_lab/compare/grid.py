@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,8 @@ from structattn_lab.report.numbers import fmt_flops
 from structattn_lab.runner.job import Job
 from structattn_lab.settings.overrides import Change, apply_overrides, with_changes
 from structattn_lab.settings.recipe import Recipe, Variation
-from structattn_lab.tasks.registry import shared_task
+from structattn_lab.settings.training import TrainingConfig
+from structattn_lab.tasks.factory import TaskFactory
 from structattn_lab.training.build import empty_model
 
 _AS_IT_IS = Variation(name="", changes={})
@@ -50,7 +53,8 @@ class Point:
     """A recipe of a task at one of its variants, widths and budgets, with one of the settings that are searched.
 
     Attributes:
-        task_name: see ``tasks.registry.TASKS``.
+        tasks: makes its task.
+        training_of: the training of a spec under a recipe; points share what was counted for it.
         position: the point in words, for tables.
         recipe: the settings there.
         settings: their differences from those of the whole recipe as one text, used in folder names.
@@ -58,7 +62,8 @@ class Point:
         sweep_settings: as ``settings``, for those runs: points with equal ``sweep_settings`` share them.
     """
 
-    task_name: str
+    tasks: TaskFactory
+    training_of: Callable[[Recipe, str], TrainingConfig]
     position: GridPosition
     recipe: Recipe
     settings: str
@@ -71,7 +76,7 @@ class Point:
         return self._built(self.recipe)
 
     def _built(self, recipe: Recipe) -> dict[str, ModelCosts]:
-        specs, task = recipe.attention, shared_task(self.task_name, recipe.task)
+        specs, task = recipe.attention, self.tasks(recipe.task)
         if not specs:
             raise ConfigError("give at least one attention spec to compare")
         if len({"".join(spec.split()) for spec in specs}) != len(specs):
@@ -83,7 +88,7 @@ class Point:
                 found[spec] = ModelCosts.of(empty_model(task, spec, recipe.training.parametrization))
             except ConfigError as error:
                 raise ConfigError(f"{spec!r} does not fit this model: {error}") from error
-            training_of(self.task_name, recipe, spec)  # a budget that pays for too few steps
+            self.training_of(recipe, spec)  # a budget that pays for too few steps
         return found
 
     def sweep_jobs(self, out: Path) -> list[Job]:
@@ -109,10 +114,10 @@ class Point:
         self, recipe: Recipe, spec: str, seed: int, rate: float, group: Path, settings: str, **options: Any
     ) -> Job:
         return Job(
-            task_name=self.task_name,
+            tasks=self.tasks,
             task=recipe.task,
             spec=spec,
-            training=replace(training_of(self.task_name, recipe, spec), learning_rate=rate),
+            training=replace(self.training_of(recipe, spec), learning_rate=rate),
             seed=seed,
             folder=_run_folder(group, settings, spec, seed, rate),
             **options,
@@ -127,7 +132,7 @@ class Point:
         return _below(out / "baselines", self.settings)
 
 
-def points_of(task_name: str, recipe: Recipe) -> list[Point]:
+def points_of(tasks: TaskFactory, recipe: Recipe) -> list[Point]:
     """Everything under which the attention variants are compared: variants x widths x budgets x search, in that order; at least one point."""
     axes = itertools.product(
         [Variation.parse(text) for text in recipe.variants] or [_AS_IT_IS],
@@ -135,11 +140,18 @@ def points_of(task_name: str, recipe: Recipe) -> list[Point]:
         recipe.budgets or (None,),
         [Variation.parse(text) for text in recipe.search] or [_AS_IT_IS],
     )
-    return [_point(task_name, recipe, *axis) for axis in axes]
+    point = functools.partial(_point, tasks, functools.cache(functools.partial(training_of, tasks)), recipe)
+    return [point(*axis) for axis in axes]
 
 
 def _point(
-    task_name: str, recipe: Recipe, variant: Variation, width: int | None, budget: float | None, searched: Variation
+    tasks: TaskFactory,
+    training_of: Callable[[Recipe, str], TrainingConfig],
+    recipe: Recipe,
+    variant: Variation,
+    width: int | None,
+    budget: float | None,
+    searched: Variation,
 ) -> Point:
     sizes = []
     if width is not None:
@@ -148,12 +160,13 @@ def _point(
         sizes.append(Change.of("budgets", (budget,)))
     changes = {**variant.changes, **searched.changes, **{str(change): change for change in sizes}}
     single = replace(recipe, variants=(), search=(), widths=(), budgets=())
-    own = with_changes(single, changes.values())
+    changed = with_changes(single, changes.values())
     replaced = {Change.parse(text).name for text in recipe.sweep_settings}
     words = (variant.name, f"E = {width}" if width else "", f"{fmt_flops(budget)} FLOPs" if budget else "")
     group = ", ".join(filter(None, words))
     return Point(
-        task_name=task_name,
+        tasks=tasks,
+        training_of=training_of,
         position=GridPosition(
             variant=", ".join(filter(None, (group, searched.name))) or None,
             group=group or None,
@@ -162,9 +175,9 @@ def _point(
             width=width,
             budget=budget,
         ),
-        recipe=own,
+        recipe=changed,
         settings=" ".join(changes),
-        swept=apply_overrides(own, recipe.sweep_settings),
+        swept=apply_overrides(changed, recipe.sweep_settings),
         sweep_settings=" ".join(text for text, change in changes.items() if change.name not in replaced),
     )
 

@@ -14,7 +14,6 @@ from structattn.checks import check_bool, check_int, check_number, check_path, c
 from structattn.errors import ConfigError, DataError
 from structattn.files import TEMPORARY, write_atomic
 from structattn_lab.compare.comparison import compare
-from structattn_lab.compare.grid import points_of
 from structattn_lab.compare.model_card import README, model_card
 from structattn_lab.data.corpus import Corpus, PrepareConfig, Source, prepare
 from structattn_lab.data.corpus.corpus import MANIFEST
@@ -22,7 +21,8 @@ from structattn_lab.records.common import Results
 from structattn_lab.records.comparison import ComparisonRecord
 from structattn_lab.settings.overrides import Change, apply_overrides
 from structattn_lab.settings.recipe import Recipe
-from structattn_lab.tasks.registry import recipe_for, shared_task
+from structattn_lab.tasks.factory import TaskFactory
+from structattn_lab.tasks.registry import recipe_for, task_class
 from structattn_lab.tasks.uptraining.students import check_student
 from structattn_lab.tasks.uptraining.teacher import checked_config
 from structattn_lab.training.finished import read_finished
@@ -162,11 +162,12 @@ def uptrain(
             resume=resume,
             show_progress=show_progress,
         )
+    tasks = TaskFactory(task_class(_TASK))
     with _naming_options():
-        results = compare(_TASK, recipe, out / RESULTS, command=command, resume=resume, show_progress=show_progress)
+        results = compare(tasks, recipe, out / RESULTS, command=command, resume=resume, show_progress=show_progress)
     folder = out / MODEL
     if not folder.is_dir():
-        _write_model(recipe, results, data.name, folder)
+        _write_model(tasks, recipe, results, data.name, folder)
     return Uptrained(model=folder, results=results)
 
 
@@ -263,13 +264,12 @@ def _longest_document(data: Path, out: Path) -> int | None:
     return None if files is None else max(_SHORTEST_PART, sum(Path(file).stat().st_size for file in files) // _PARTS)
 
 
-def _write_model(recipe: Recipe, results: Results[ComparisonRecord], data: str, out: Path) -> None:
+def _write_model(tasks: TaskFactory, recipe: Recipe, results: Results[ComparisonRecord], data: str, out: Path) -> None:
     """The student of the only run of a comparison, as transformers saves it, with the tokenizer of the teacher and a model card."""
-    (point,) = points_of(_TASK, recipe)
-    (job,) = point.jobs(results.folder, recipe.attention[0], recipe.training.learning_rate)
-    task = cast(Any, shared_task(_TASK, point.recipe.task))
+    ((run,),) = results.runs
+    task = cast(Any, tasks(recipe.task))
     student = task.build_model(recipe.attention[0])
-    student.load_state_dict(read_finished(job.folder).weights)
+    student.load_state_dict(read_finished(run).weights)
     model = student.model.merge_and_unload() if recipe.task.lora_rank else student.model
     partial = out.with_name(TEMPORARY + out.name)
     shutil.rmtree(partial, ignore_errors=True)

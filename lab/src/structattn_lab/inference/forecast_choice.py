@@ -19,6 +19,7 @@ from structattn_lab.records.comparison import BaselineRow, ComparisonRecord, Row
 from structattn_lab.report.task_parts import spec_namer
 from structattn_lab.runs.folders import OWNER
 from structattn_lab.settings.recipe import Recipe
+from structattn_lab.tasks.factory import TaskFactory
 from structattn_lab.tasks.forecast.baselines import Ridge
 from structattn_lab.tasks.forecast.future import BaselineForecaster, FutureForecaster, ModelForecaster
 from structattn_lab.tasks.forecast.kept import FILE, Kept, read_kept
@@ -182,7 +183,7 @@ def _candidates(folder: Path, record: ComparisonRecord) -> list[_Candidate]:
     where = f"{folder / RESULTS} is damaged"
     task = read_as(ForecastConfig, record.config.get("task"), where)
     recipe = read_as(Recipe, {**record.config, "task": task}, where)
-    points = {point.position: point for point in points_of(record.task, recipe)}
+    points = {point.position: point for point in points_of(TaskFactory(ForecastTask), recipe)}
     try:
         of_specs = [_Candidate(row.spec, row.validation, points[position_of(row)], row) for row in record.rows]
         return of_specs + [

@@ -17,7 +17,8 @@ from structattn.files import cache_folder, write_atomic
 from structattn.progress import doing
 from structattn_lab.compare.grid import points_of
 from structattn_lab.settings.recipe import Recipe
-from structattn_lab.tasks.registry import TASKS, presets_of, shared_task
+from structattn_lab.tasks.factory import TaskFactory
+from structattn_lab.tasks.registry import TASKS, presets_of, task_class
 from structattn_lab.training.build import empty_model
 from structattn_lab.training.run import TrainingRun
 from structattn_lab.training.speed import matmul_rate
@@ -57,7 +58,7 @@ def measured_step(task_name: str) -> StepTime:
     """
     presets = presets_of(task_name)
     recipe = presets["demo" if "demo" in presets else "smoke"].recipe
-    task = shared_task(task_name, recipe.task)
+    task = task_class(task_name)(recipe.task)
     seconds, flops = [], []
     for spec in recipe.attention[:2]:
         run = TrainingRun(task, spec, recipe.training, 0, Path())  # it writes nothing before its first checkpoint
@@ -85,9 +86,10 @@ def estimated_seconds(task_name: str, recipe: Recipe, step: StepTime) -> float |
     """
     batch, runs = recipe.training.batch_size, []
     try:
-        points = points_of(task_name, recipe)
+        tasks = TaskFactory(task_class(task_name))
+        points = points_of(tasks, recipe)
         for point in points[:: -(-len(points) // _POINTS)]:
-            task = shared_task(task_name, point.recipe.task)
+            task = tasks(point.recipe.task)
             flops = batch * task.flops(empty_model(task, recipe.attention[0], recipe.training.parametrization))
             steps = point.recipe.budgets[0] / flops if point.recipe.budgets else recipe.training.steps
             runs.append(steps * step(flops) * _EVALUATION + _PER_RUN_S)

@@ -40,10 +40,17 @@ R = TypeVar("R", bound=ResultRecord)
 
 @dataclass(frozen=True, kw_only=True)
 class Results(Generic[R]):
-    """The output of a command: a folder, and the record that its ``results.json`` holds."""
+    """The output of a command: a folder, and the record that its ``results.json`` holds.
+
+    Attributes:
+        record: the results.
+        folder: of all output.
+        runs: of a comparison, the folders of the runs of every row of the record, one for each seed.
+    """
 
     record: R
     folder: Path
+    runs: tuple[tuple[Path, ...], ...] = ()
 
     @property
     def report(self) -> Path:

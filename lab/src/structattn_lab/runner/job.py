@@ -17,7 +17,7 @@ from structattn.typed_records import read_as
 from structattn_lab.records.run import RunRecord, ScoreRecord
 from structattn_lab.settings.training import TrainingConfig
 from structattn_lab.tasks.base import Task
-from structattn_lab.tasks.registry import shared_task
+from structattn_lab.tasks.factory import TaskFactory
 from structattn_lab.training.finished import WEIGHTS, is_finished, progress_of, read_record
 from structattn_lab.training.identity import check_identity, identity_of
 from structattn_lab.training.loop import TrainingResult, train
@@ -35,7 +35,7 @@ class Job:
     a small one to train, and a resumed comparison does not score it again.
 
     Args:
-        task_name: see ``tasks.registry.TASKS``.
+        tasks: makes the task.
         task: its settings.
         spec: attention variant.
         training: settings of the run.
@@ -45,7 +45,7 @@ class Job:
         may_diverge: a loss that is not finite is a result (of a sweep of learning rates), not an error.
     """
 
-    task_name: str
+    tasks: TaskFactory
     task: Any
     spec: str
     training: TrainingConfig
@@ -64,6 +64,11 @@ class Job:
         """The file for the output of the run where it has its own process; removed if it is empty."""
         return self.folder / "run.log"
 
+    @property
+    def made_task(self) -> Task:
+        """The task itself, which all runs with its settings share."""
+        return self.tasks(self.task)
+
     def record(self) -> RunRecord | None:
         """The record of the run, if it is finished; one file is read, and none is changed.
 
@@ -79,7 +84,7 @@ class Job:
             return None  # damaged: ``run`` says so, and makes it again from a checkpoint if it can
         if progress is None:
             return None
-        task = shared_task(self.task_name, self.task)
+        task = self.made_task
         check_identity(asdict(found), identity_of(task, self.spec, self.training, self.seed), task, self.folder)
         return replace(found, progress=progress)
 
@@ -98,7 +103,7 @@ class Job:
         on_evaluation: Callable[[dict[str, float]], None] | None = None,
     ) -> TrainingResult | None:
         """Trains it, or returns what was trained before; ``None`` if it diverged and may. See ``train`` for the arguments."""
-        task = shared_task(self.task_name, self.task)
+        task = self.made_task
         try:
             result = train(
                 task,

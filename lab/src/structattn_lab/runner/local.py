@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -203,8 +204,11 @@ def _serve(pipe: Connection, threads: int, stop: Any) -> None:
         return True
 
     with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):
+        tasks = None
         while True:
             job = pipe.recv()
+            tasks = tasks or job.tasks  # those of the first job: the next one finds its data read
+            job = replace(job, tasks=tasks)
             with _logged(job.log):
                 error = run_in_worker(job, send_steps, ask_to_continue)
             pipe.send((_END, error))

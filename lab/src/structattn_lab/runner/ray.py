@@ -23,11 +23,14 @@ from structattn.extras import install_command
 from structattn_lab.runner.base import Listener, run_in_worker
 from structattn_lab.runner.job import Job
 from structattn_lab.runs import interrupt
+from structattn_lab.tasks.factory import TaskFactory
 
 _ANSWER_S = 5.0
 _TICK_S = 0.2
 _LOOK_S = 0.5  # between two checks of a job for a request to stop
 _RESERVE_S = 1.0  # of the time that there is to stop
+# What makes tasks in a process of Ray, which gets several jobs one after the other: the next one finds its data read.
+_TASKS: dict[str, TaskFactory] = {}
 _RETRIES = 2  # of a job whose machine was lost; it continues from its last checkpoint
 
 
@@ -219,6 +222,7 @@ def _run(job: Job, number: int, mailbox: Any, folder: Path, modules: str) -> Exc
     os.environ[VARIABLE] = modules
     if folder.is_dir():
         os.chdir(folder)  # data paths are relative to the folder in which the command was started
+    job = replace(job, tasks=_TASKS.setdefault(job.tasks.name, job.tasks))
     get = importlib.import_module("ray").get
 
     def ask_to_continue(entry: dict[str, float]) -> bool:

@@ -19,6 +19,7 @@ from structattn_lab.settings.overrides import Change, apply_overrides
 from structattn_lab.settings.recipe import MOST_RUNS
 from structattn_lab.sweep.halving import REDUCTION
 from structattn_lab.sweep.space import ATTENTION, RunSettings, parse_parameters
+from structattn_lab.tasks.factory import TaskFactory
 from structattn_lab.tasks.registry import task_class
 
 OVER = ("finished", "stopped", "diverged", "failed")  # the status of a trial that is not continued
@@ -61,12 +62,14 @@ class SweepPlan:
     changes: tuple[str, ...] = ()
     given: tuple[str, ...] = ()
     parameters: tuple[Parameter, ...] = field(init=False)
+    tasks: TaskFactory = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         check_int("seed", self.seed, minimum=0, maximum=MAX_SEED)
         check_int("trials", self.trials, minimum=1, maximum=MOST_RUNS)
         check_choice("scheduler", self.scheduler, ("asha", "none"))
-        check_spec = task_class(self.task_name).check_spec
+        object.__setattr__(self, "tasks", TaskFactory(task_class(self.task_name)))
+        check_spec = self.tasks.kind.check_spec
         object.__setattr__(self, "parameters", parse_parameters(self.params, self.settings, check_spec))
         swept = {parameter.name for parameter in self.parameters}
         if ATTENTION not in swept:
@@ -100,7 +103,7 @@ class SweepPlan:
         changes = [p.setting(values[p.name]) for p in self.parameters if p.name != ATTENTION]
         settings = apply_overrides(self.settings, tuple(changes))
         return Job(
-            task_name=self.task_name,
+            tasks=self.tasks,
             task=settings.task,
             spec=str(values.get(ATTENTION, self.attention)),
             training=settings.training,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from structattn.errors import CheckpointError, TrainingFailedError
@@ -19,7 +20,6 @@ from structattn_lab.settings.training import WITHOUT_EFFECT
 from structattn_lab.sweep.halving import REDUCTION
 from structattn_lab.sweep.plan import OVER, Journal, SweepPlan
 from structattn_lab.tasks.base import Task
-from structattn_lab.tasks.registry import shared_task
 from structattn_lab.training.build import empty_model
 
 
@@ -62,8 +62,8 @@ def sweep(
     from structattn_lab.report.sweep import page
     from structattn_lab.sweep.trials import run_trials
 
-    shared_task.cache_clear()  # the data may have changed since another sweep
-    task = shared_task(plan.task_name, plan.settings.task)
+    plan = replace(plan)  # with tasks of its own: the data may have changed since another sweep
+    task = plan.tasks(plan.settings.task)
     identity = plan.identity()
     identity["settings"] |= task.identity(identity["settings"]["task"])
     free = tuple(f"settings.training.{name}" for name in WITHOUT_EFFECT)
@@ -136,12 +136,11 @@ def _best(plan: SweepPlan, journal: Journal, trials: tuple[Trial, ...]) -> BestT
     job = plan.job(journal.run_folder(best.number), best.params)
     result = job.run(resume=True, show_progress=False)
     assert result is not None  # it finished
-    task = shared_task(plan.task_name, job.task)
     return BestTrial(
         number=best.number,
         params=best.params,
         score=score,
         median=statistics.median(score for score, _ in finished),
-        test=task.evaluate(result.model.eval(), "test"),
+        test=job.made_task.evaluate(result.model.eval(), "test"),
         command=plan.command(best.params),
     )

@@ -29,7 +29,6 @@ from structattn_lab.runner.base import Listener, Runner
 from structattn_lab.runner.job import Job
 from structattn_lab.sweep.halving import SuccessiveHalving
 from structattn_lab.sweep.plan import OVER, Journal, SweepPlan
-from structattn_lab.tasks.registry import shared_task, task_class
 from structattn_lab.training.build import empty_model
 
 try:
@@ -147,7 +146,7 @@ class _Trials(Listener):
         # It was not stopped before an interruption, and is not stopped at its end.
         if not trial.seen < step < job.training.steps:
             return True
-        trial.score = entry[f"validation_{shared_task(job.task_name, job.task).metric}"]
+        trial.score = entry[f"validation_{job.made_task.metric}"]
         found = trial.score if math.isfinite(trial.score) else None
         self._journal.update(trial.number, score=found, step=step, seconds=self._seconds(trial), entry=(step, found))
         trial.stopped = self._halving is not None and self._halving.stops(trial.number, step, _or_worst(found))
@@ -168,7 +167,7 @@ class _Trials(Listener):
             assert record is not None  # it finished now
             assert record.progress is not None
             progress = record.progress
-            task = task_class(job.task_name)(job.task)
+            task = job.made_task
             model = empty_model(task, job.spec, job.training.parametrization)
             count = sum(p.numel() for p in model.parameters() if p.requires_grad)
             score = progress.final_validation_score(task.metric, job.training.patience)

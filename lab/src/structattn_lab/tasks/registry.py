@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -118,9 +117,3 @@ def recipe_for(task: str, preset: str) -> Recipe:
     if preset not in presets:
         raise ConfigError(f"unknown preset {preset!r} of {task}: {nearest_name(preset, presets)}")
     return presets[preset].recipe
-
-
-@functools.lru_cache(maxsize=32)
-def shared_task(name: str, config: Any) -> Task:
-    """The task of settings, made once for all runs of a comparison: reading its data may take minutes."""
-    return task_class(name)(config)

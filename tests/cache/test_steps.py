@@ -175,10 +175,10 @@ def test_an_order_of_dimensions(steps) -> None:
         for t in range(20):
             own = [x[:, :, t : t + 1] for x in (*placed, v)]
             wanted = expected.attend(*own)
-            found = cache.again(*(x[:, :, t : t + 1] for x in (q, k, v)), scale=None, order=order)
+            found = cache.try_step(*(x[:, :, t : t + 1] for x in (q, k, v)), scale=None, order=order)
             assert (found is None) == (t < 2)
             assert_close(cache.attend(*own) if found is None else found, wanted)
     for wrong in (orders[:, :5], orders.T, orders + 1, -orders, orders.expand(4, 2, 6)[:, 0], orders.int()):
         with pytest.raises(RuntimeError):
-            cache.again(q[:, :, :1], k[:, :, :1], v[:, :, :1], scale=None, order=wrong)
+            cache.try_step(q[:, :, :1], k[:, :, :1], v[:, :, :1], scale=None, order=wrong)
     assert cache.length == 20

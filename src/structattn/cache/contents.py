@@ -301,16 +301,28 @@ class Contents:
             )
         return self._step
 
-    def is_known(self, q: object, k: object, v: object, scale: object) -> bool:
-        """Whether tokens are in every respect like those of the last ``step``, so that ``again`` takes them without another check."""
-        return self._step is not None and self._step.is_known(q, k, v, scale, self.length)
+    def try_step(self, q: Any, k: Any, v: Any, scale: object, order: Tensor | None) -> Tensor | None:
+        """Marks, appends the next token and returns its attention, if the C++ code has just taken a token like it.
 
-    def again(self, q: Tensor, k: Tensor, v: Tensor, order: Tensor | None) -> Tensor:
-        """That step with the next token."""
-        assert self._step is not None
-        out = self._step.again(q, k, v, order, self.length, self.before)
-        self.length += 1
-        return out
+        Args:
+            q, k, v, scale, order: see ``LevelCache.try_step``; they are not checked.
+
+        Returns:
+            (B, H, 1, V); ``None``, with nothing changed, where an argument differs in more than its numbers.
+        """
+        if self._step is None:
+            return None
+        mark = Before(length=self.length, layout=self.layout)
+        try:
+            out = self._step.try_attend(q, k, v, scale, order, self.length, mark)
+            if out is not None:
+                self.before = mark
+                self.length += 1
+            return out
+        except BaseException:
+            self.before = mark
+            self.take_back()
+            raise
 
     def mark(self) -> None:
         """Marks the point to which ``take_back`` returns."""

@@ -218,8 +218,14 @@ class LevelCache(OneLayerCache, OfOneLayer):
             BackendUnavailableError: the named backend cannot run here; the message says why.
         """
         terms = ScoreTerms(scale=scale, softcap=softcap, sinks=sinks, attn_mask=attn_mask, alibi_slopes=alibi_slopes)
-        if backend == "auto" and layout is None and terms.has_scale_only and self._is_known(q, k, v, scale):
-            return self._again(q, k, v)
+        if backend == "auto" and layout is None and terms.has_scale_only:
+            length = self.length
+            try:
+                if (step := self.try_step(q, k, v, scale=scale)) is not None:
+                    return step  # inside, so that an interruption here takes it back too
+            except BaseException:
+                self._drop_step(length)
+                raise
         self._mark()
         try:
             out = attend(self._checked(q, k, v, layout, terms), q, k, v, terms, backend)
@@ -229,24 +235,36 @@ class LevelCache(OneLayerCache, OfOneLayer):
             self._take_back()
             raise
 
-    def again(self, q: Any, k: Any, v: Any, *, scale: float | None, order: Tensor | None = None) -> Tensor | None:
-        """``attend`` of tokens in every respect like the last ones, in C++ and without checks; ``None``, with nothing appended, where one differs.
-        ``order``, int64 (1 or Gk, D), is the dimension of q and k at each position of the levels, where they are not in that order."""
-        return self._again(q, k, v, order) if self._is_known(q, k, v, scale) else None
+    def try_step(self, q: Any, k: Any, v: Any, *, scale: float | None, order: Tensor | None = None) -> Tensor | None:
+        """``attend`` of a token like the last one, in C++ and without checks; see ``Contents.try_step``.
 
-    def _is_known(self, *tokens: Any) -> bool:
-        return self._contents is not None and self._contents.is_known(*tokens)
+        Args:
+            q, k, v, scale: as of ``attend``, and like those of its last call in all but their numbers.
+            order: int64 (1 or Gk, D), the dimension of q and k at each position of the levels. Default: they are in that order.
 
-    def _again(self, q: Tensor, k: Tensor, v: Tensor, order: Tensor | None = None) -> Tensor:
-        self._mark()
-        assert self._kept is not None
+        Returns:
+            (B, H, 1, V); ``None``, with nothing appended, where an argument differs in more than its numbers.
+        """
+        contents = self._contents
+        if contents is None:
+            return None
+        length = contents.length
         try:
-            out = self._kept.again(q, k, v, order)
-            self._end()
+            out = contents.try_step(q, k, v, scale, order)
+            if out is not None:
+                self._before = (contents, self.layout)
+                self._end()
             return out  # inside, so that an interruption here takes it back too
         except BaseException:
-            self._take_back()
+            self._drop_step(length)
             raise
+
+    def _drop_step(self, length: int) -> None:
+        """After ``try_step`` was broken off: takes its token back, if it came to that, so that there are ``length`` tokens again."""
+        if self._kept is not None and self._kept.length != length:
+            self._kept.take_back()
+        self._before = None
+        self._end()
 
     @contextmanager
     def uncounted(self, num_past: int, *, again: bool = False) -> Iterator[None]:

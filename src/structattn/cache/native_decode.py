@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,7 +93,7 @@ class Step:
         with torch.inference_mode(False):
             self._plan = torch.tensor(plan, device="cpu")
             self._old = k.new_empty(k.numel() + v.numel())
-        self._known: tuple[torch.Size, float | None] | None = None  # shape of the queries and scale of the last call
+        self._last: tuple[torch.Size, float | None] | None = None  # shape of the queries and scale of the last call
         self._factors = k  # for that scale
 
     def write(self, k: Tensor, v: Tensor, length: int, before: Before | None) -> None:
@@ -114,31 +115,27 @@ class Step:
             scale: of the call.
             length, before: see ``write``.
         """
-        if self._known is None or self._known[1] is not scale:
+        if self._last is None or self._last[1] is not scale:
             self._factors = _factors(self._levels, scale, self._dtype)
-        self._known = q.shape, scale
+        self._last = q.shape, scale
         return self._call(q, k, v, self._factors, length, before)
 
-    def is_known(self, q: object, k: object, v: object, scale: object, length: int) -> bool:
-        """Whether these are in every respect like the arguments of the last ``attend``, so that they need no other check."""
-        if self._known is None or length not in self.lengths or torch.is_grad_enabled() or not is_quiet():
-            return False
-        shape, known = self._known
-        if scale is not known and not (type(scale) is float and scale == known):
-            return False
-        for x, expected in ((q, shape), (k, self._shapes[0]), (v, self._shapes[1])):
-            if not (is_plain(x) and x.shape == expected and x.dtype is self._dtype and x.is_cpu):
-                return False
-        return True
-
-    def again(
-        self, q: Tensor, k: Tensor, v: Tensor, order: Tensor | None, length: int, before: Before | None
-    ) -> Tensor:
-        """``attend``, of what ``is_known``.
+    def try_attend(
+        self, q: Any, k: Any, v: Any, scale: object, order: Tensor | None, length: int, before: Before
+    ) -> Tensor | None:
+        """``attend`` without other checks; ``None``, with nothing written, where an argument differs from the last ones in more than its numbers.
 
         Args:
-            order: of the dimensions of queries and keys, see ``LevelCache.again``.
+            order: of the dimensions of queries and keys, see ``LevelCache.try_step``.
         """
+        if self._last is None or length not in self.lengths or torch.is_grad_enabled() or not is_quiet():
+            return None
+        shape, last_scale = self._last
+        if scale is not last_scale and not (type(scale) is float and scale == last_scale):
+            return None
+        for x, expected in ((q, shape), (k, self._shapes[0]), (v, self._shapes[1])):
+            if not (is_plain(x) and x.shape == expected and x.dtype is self._dtype and x.is_cpu):
+                return None
         return self._call(q, k, v, self._factors, length, before, order)
 
     def _call(

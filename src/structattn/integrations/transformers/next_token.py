@@ -25,7 +25,7 @@ class Reorder(Protocol):
 
     @property
     def index(self) -> Tensor | None:
-        """That order, as ``LevelCache.again`` takes it."""
+        """That order, as ``LevelCache.try_step`` takes it."""
 
     def of_heads(self, first: int, end: int) -> Reorder:
         """That of the key heads ``first`` to ``end - 1``, and of the query heads that read them."""
@@ -84,7 +84,7 @@ class KnownCall:
             return None
         self.cache.bind(module)
         q, scale = variant.scaled(query, scaling)
-        out = self.cache.again(q, key.states, value.states, scale=scale, order=reorder.index)
+        out = self.cache.try_step(q, key.states, value.states, scale=scale, order=reorder.index)
         if out is None:
             return None
         key.is_appended = True

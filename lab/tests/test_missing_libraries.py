@@ -55,7 +55,7 @@ def without_chronos():
     task_class("chronos")(recipe_for("chronos", "small").task)
 
 def without_matplotlib():
-    import structattn_lab.report.pages
+    import structattn_lab.compare.pages
 
 for call in (without_triton, without_neuralforecast, without_chronos, without_matplotlib):
     try:

@@ -81,14 +81,14 @@ def test_an_old_name_is_the_module_of_today_and_changes_nothing_of_it() -> None:
 def test_an_old_module_that_was_divided_has_all_names() -> None:
     add_old_names()
     from structattn.studies.analysis.coordinate_check import CheckConfig, mup_check
-    from structattn.studies.tasks.registry import TASKS, figures_of
+    from structattn.studies.training.trackers import Curves, check_tracker
 
     assert mup_check.__module__ == "structattn_lab.compare.mup_check"
     assert CheckConfig.__module__ == "structattn_lab.analysis.coordinate_check"
-    assert "text" in TASKS
-    assert callable(figures_of)
+    assert Curves.__module__ == "structattn_lab.training.trackers"
+    assert check_tracker.__module__ == "structattn_lab.settings.trackers"
     with pytest.raises(ImportError, match="nothing"):
-        from structattn.studies.tasks.registry import nothing  # noqa: F401
+        from structattn.studies.training.trackers import nothing  # noqa: F401
 
 
 def test_what_never_was_is_not_imported() -> None:

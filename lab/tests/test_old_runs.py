@@ -13,13 +13,13 @@ from old_files.archives import unpacked
 
 from structattn.cli import main
 from structattn.testing.tolerances import ANOTHER_ORDER, SIX_DIGITS
+from structattn_lab.compare.pages import write_pages
 from structattn_lab.data.corpus import Corpus
 from structattn_lab.records import read_comparison
 from structattn_lab.records.common import read_file
 from structattn_lab.records.fits import FitsRecord
 from structattn_lab.records.mup import MupRecord
 from structattn_lab.records.sweep import SweepRecord
-from structattn_lab.report.pages import write_pages
 from structattn_lab.training.finished import progress_of, read_finished
 
 TASKS = ("nearest-neighbor", "text", "forecast", "icl-regression", "chronos")

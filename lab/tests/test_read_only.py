@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from structattn.cli import main
+from structattn_lab.compare import pages
+from structattn_lab.compare.pages import write_pages
 from structattn_lab.records import read_comparison
-from structattn_lab.report import pages
-from structattn_lab.report.pages import write_pages
 from structattn_lab.runner import job
 from structattn_lab.tasks.nearest_neighbor.task import NearestNeighborTask
 from structattn_lab.training import loop
@@ -121,7 +121,7 @@ def test_only_what_is_missing_of_a_comparison_is_made_again(finished: Path, tmp_
     rows = read_comparison(out).rows
     (first / "model.safetensors").unlink()
     monkeypatch.setattr(
-        pages, "write_pages", lambda record, folder: folder / "report.html"
+        pages, "write_pages", lambda record, folder, task: folder / "report.html"
     )  # as before: it takes seconds
     assert main(command) == 0
     assert (first / "model.safetensors").read_bytes() == weights

@@ -19,6 +19,7 @@ _OLD, _NEW = "structattn.studies", "structattn_lab"
 MOVED: dict[str, tuple[str, ...]] = {
     "analysis.coordinate_check": ("analysis.coordinate_check", "compare.mup_check"),
     "analysis.fits": ("analysis.fits", "compare.matrix_fits"),
+    "analysis.matrix_examples": ("compare.matrix_examples",),
     "budgets": ("compare.budgets",),
     "cache_sizes": ("tasks.cache_sizes",),
     "compare": ("compare.comparison",),
@@ -36,9 +37,9 @@ MOVED: dict[str, tuple[str, ...]] = {
     "octaves": ("tasks.octaves",),
     "old_folders": ("runs.old_folders",),
     "recipe": ("settings.recipe",),
+    "report.pages": ("compare.pages",),
     "settings": ("settings.overrides",),
     "tasks.forecast.choice": ("inference.forecast_choice",),
-    "tasks.registry": ("tasks.registry", "report.task_parts"),
     "tasks.uptraining.card": ("compare.model_card",),
     "tied": ("tasks.tied",),
     "training.config": ("settings.training",),

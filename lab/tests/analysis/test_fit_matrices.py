@@ -8,8 +8,8 @@ import torch
 
 from structattn import cli
 from structattn.errors import ConfigError, DataError
-from structattn_lab.analysis.fits import default_structures, parse_candidate
-from structattn_lab.analysis.matrix_examples import EXAMPLES, NamedMatrix, load_matrix
+from structattn_lab.analysis.fits import NamedMatrix, default_structures, parse_candidate
+from structattn_lab.compare.matrix_examples import EXAMPLES, load_matrix
 from structattn_lab.compare.matrix_fits import fit_matrices
 from structattn_lab.records.common import read_file
 from structattn_lab.records.fits import FitsRecord

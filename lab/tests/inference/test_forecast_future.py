@@ -16,13 +16,13 @@ import torch
 from structattn.cli import main
 from structattn.errors import CheckpointError, ConfigError, DataError
 from structattn.testing.tolerances import SAME_MODEL, SIX_DIGITS, SOLVED
+from structattn_lab.compare import pages
 from structattn_lab.compare.comparison import compare
 from structattn_lab.data.series_file import read_columns
 from structattn_lab.data.time_steps import TimeStep, step_of
 from structattn_lab.inference.forecast import forecast
 from structattn_lab.inference.forecast_choice import choose
 from structattn_lab.records import read_comparison
-from structattn_lab.report import pages
 from structattn_lab.settings.recipe import Recipe
 from structattn_lab.settings.training import TrainingConfig
 from structattn_lab.tasks.forecast.data import WindowedChannels
@@ -69,7 +69,7 @@ def finished(tmp_path_factory) -> Path:
     table().to_csv(path, index=False)
     recipe = Recipe(task=settings(path), training=TRAINING, attention=SPECS, seeds=2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pages, "write_pages", lambda record, folder: folder / "report.html")  # which takes seconds
+        patch.setattr(pages, "write_pages", lambda record, folder, task: folder / "report.html")  # which takes seconds
         compare("forecast", recipe, out, show_progress=False)
     path.rename(folder / "moved.csv")
     before = contents(out)
@@ -387,7 +387,7 @@ def test_a_run_of_an_old_version_forecasts(tmp_path) -> None:
 
 def test_a_comparison_that_was_killed_keeps_the_same(finished, tmp_path, monkeypatch) -> None:
     """Results and baselines are made again on ``--resume``, with the same numbers."""
-    monkeypatch.setattr(pages, "write_pages", lambda record, folder: folder / "report.html")
+    monkeypatch.setattr(pages, "write_pages", lambda record, folder, task: folder / "report.html")
     out = tmp_path / "out"
     shutil.copytree(finished, out)
     kept = out / "baselines" / "forecast.safetensors"
@@ -414,7 +414,7 @@ def test_several_settings(tmp_path, monkeypatch) -> None:
         search=("L=24: task.look_back=24", "L=48: task.look_back=48"),
     )
     out = tmp_path / "out"
-    monkeypatch.setattr(pages, "write_pages", lambda record, folder: folder / "report.html")
+    monkeypatch.setattr(pages, "write_pages", lambda record, folder, task: folder / "report.html")
     compare("forecast", recipe, out, show_progress=False)
     with pytest.raises(ConfigError, match="other columns or horizons .* --variant: known: 'h = 12', 'h = 6'"):
         forecast(out, table())

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from matplotlib.colors import to_hex
 
+from structattn_lab.compare.pages import write_pages
 from structattn_lab.records import ComparisonRecord
 from structattn_lab.records.common import read_file
 from structattn_lab.report import comparison
@@ -15,9 +16,9 @@ from structattn_lab.report.figures.comparison import draw_scores
 from structattn_lab.report.figures.curves import draw_curves
 from structattn_lab.report.numbers import fmt_date, fmt_pm
 from structattn_lab.report.page import write_page
-from structattn_lab.report.pages import write_pages
 from structattn_lab.report.plot import log_axis, new_canvas, row_style
 from structattn_lab.tasks.icl_regression.figures import error_against_rank_over_dimension
+from structattn_lab.tasks.registry import report_of
 
 
 def recorded(task: str) -> ComparisonRecord:
@@ -66,7 +67,9 @@ def test_letters_have_one_size_in_all_figures_of_a_page(tmp_path: Path) -> None:
 
 
 def test_long_names_of_metrics_may_go_on_in_a_new_line(tmp_path: Path) -> None:
-    page = write_page(comparison.page(recorded("icl-regression"), ()), tmp_path / "r.html").read_text(encoding="utf-8")
+    record = recorded("icl-regression")
+    written = write_page(comparison.page(record, (), report_of(record)), tmp_path / "r.html")
+    page = written.read_text(encoding="utf-8")
     assert re.search(r'<th scope="col">last_<wbr>point_<wbr>error</th>', page)
 
 

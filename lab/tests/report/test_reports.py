@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
+from structattn_lab.compare.pages import write_pages
 from structattn_lab.records import ComparisonRecord
 from structattn_lab.records.common import read_file
 from structattn_lab.report import comparison
-from structattn_lab.report.comparison import table, verdict
-from structattn_lab.report.figures.comparison import draw
+from structattn_lab.report.figures import comparison as figures
 from structattn_lab.report.numbers import fmt_count, fmt_pm, fmt_score
 from structattn_lab.report.page import write_page
-from structattn_lab.report.pages import write_pages
 from structattn_lab.report.plot import spread
 from structattn_lab.report.table import Line, Table
+from structattn_lab.tasks.registry import report_of
 
 FIGURES = {
     "nearest-neighbor": {"error-against-rank"},
@@ -29,6 +29,14 @@ FIGURES = {
 
 def recorded(task: str) -> ComparisonRecord:
     return read_file(ComparisonRecord, Path(__file__).with_name(f"{task}.json"))
+
+
+def table(record: ComparisonRecord) -> Table:
+    return comparison.table(record, report_of(record))
+
+
+def verdict(record: ComparisonRecord) -> str:
+    return comparison.verdict(record, report_of(record))
 
 
 def with_scores(record: ComparisonRecord, **scores: tuple[float, ...]) -> ComparisonRecord:
@@ -86,7 +94,7 @@ def test_a_report_is_complete_and_repeatable(task: str, tmp_path: Path) -> None:
 def test_the_spread_is_shown_where_it_is_known(is_several: bool, tmp_path: Path) -> None:
     record = recorded("nearest-neighbor")
     record = record if is_several else one_seed(record)
-    page = write_page(comparison.page(record, ()), tmp_path / "r.html").read_text()
+    page = write_page(comparison.page(record, (), report_of(record)), tmp_path / "r.html").read_text()
     assert ("±" in table(record).text()) is is_several
     assert ("One seed was run" in page) is not is_several
     assert ("one seed: spread unknown" in verdict(record)) is not is_several
@@ -103,9 +111,11 @@ def test_page_without_figures_and_with_hostile_names(tmp_path: Path) -> None:
         config=record.config | {"<i>": "</table>"},
         baselines=(replace(record.baselines[0], name="<img src=x>", note="<img src=x>"), *record.baselines[1:]),
     )
-    drawn = draw(record, tmp_path)
+    drawn = figures.draw(record, tmp_path, report_of(record))
     for shown in (drawn, []):
-        page = write_page(comparison.page(record, shown), tmp_path / "r.html").read_text(encoding="utf-8")
+        page = write_page(comparison.page(record, shown, report_of(record)), tmp_path / "r.html").read_text(
+            encoding="utf-8"
+        )
         assert page.count("<figure>") == len(shown)
         assert "<script" not in page
         assert "<img" not in page
@@ -130,7 +140,7 @@ def test_missing_and_diverged_numbers_leave_no_nan(tmp_path: Path) -> None:
         assert not re.search(r"\b(nan|inf)\b", text, flags=re.IGNORECASE)
     assert "standard has no finite score" in verdict(partly)
     nothing = replace(record, rows=tuple(replace(row, **bad) for row in record.rows))
-    assert draw(nothing, tmp_path) == []
+    assert figures.draw(nothing, tmp_path, report_of(nothing)) == []
     assert "nothing to compare" in verdict(nothing)
     assert "*" not in table(nothing).text()
 
@@ -170,7 +180,7 @@ def test_the_best_row_has_the_star_and_the_longest_bar_is_full(tmp_path: Path) -
         bars="score",
     )
     record = recorded("nearest-neighbor")
-    page = comparison.page(record, ())
+    page = comparison.page(record, (), report_of(record))
     page = replace(page, sections=[replace(page.sections[0], table=made)])
     html = write_page(page, tmp_path / "r.html").read_text()
     assert re.search(r'<tr class="best">\s*<th scope="row">★ a</th>\s*<td class="words">x=1</td>', html)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from structattn.cli import main
 from structattn_lab.compare import comparison
 from structattn_lab.compare.comparison import compare
 from structattn_lab.settings.overrides import apply_overrides
@@ -34,18 +35,41 @@ def test_another_process_makes_its_own_tasks() -> None:
     assert received(CONFIG) is not made
 
 
-def test_a_comparison_looks_its_task_up_once_and_says_where_its_runs_are(tmp_path, monkeypatch) -> None:
+def test_what_a_task_adds_to_reports_comes_from_its_package() -> None:
+    tasks = registry.factory_of("nearest-neighbor")
+    assert pickle.loads(pickle.dumps(tasks)).report == tasks.report
+    assert list(tasks.report.figures) == ["error-against-rank"]
+    assert tasks.report.no_skill_score == 1.0
+    assert not TaskFactory(NearestNeighborTask).report.figures
+
+
+def test_the_command_looks_its_task_up_once(tmp_path, monkeypatch) -> None:
     looked_up = []
 
-    def task_class(name: str):
+    def factory_of(name: str) -> TaskFactory:
         looked_up.append(name)
-        return registry.task_class(name)
+        return TaskFactory(registry.task_class(name), registry.TASKS[name])
 
-    monkeypatch.setattr(comparison, "task_class", task_class)
+    monkeypatch.setattr(registry, "factory_of", factory_of)
+    words = [
+        "--preset",
+        "smoke",
+        "--attention",
+        "standard",
+        "--set",
+        "training.steps=2",
+        "--set",
+        "learning_rates=1e-3",
+    ]
+    assert main(["compare", "nearest-neighbor", *words, "--out", str(tmp_path / "out")]) == 0
+    assert looked_up == ["nearest-neighbor"]
+    assert (tmp_path / "out" / "figures" / "error-against-rank.png").is_file()
+
+
+def test_a_comparison_says_where_its_runs_are(tmp_path) -> None:
     changes = ("training.steps=2", "seeds=2", "attention=standard,bilinear-btt:1", "learning_rates=0.001,0.002")
     recipe = apply_overrides(registry.recipe_for("nearest-neighbor", "smoke"), changes)
     done = compare("nearest-neighbor", recipe, tmp_path / "out", show_progress=False)
-    assert looked_up == ["nearest-neighbor"]
     for row, folders in zip(done.record.rows, done.runs, strict=True):
         records = [read_record(folder) for folder in folders]
         assert [(record.spec, record.seed) for record in records] == [(row.spec, 0), (row.spec, 1)]

@@ -22,6 +22,7 @@ from structattn_lab.settings.training import TrainingConfig
 from structattn_lab.tasks.octaves import octaves
 from structattn_lab.tasks.recall.sequences import Vocabulary, log_uniform
 from structattn_lab.tasks.recall.task import KINDS, RecallConfig, RecallTask
+from structattn_lab.tasks.registry import report_of
 from structattn_lab.training.loop import train
 
 TINY = RecallConfig(
@@ -273,7 +274,7 @@ def test_the_smoke_preset_trains_and_draws_its_figures(tmp_path: Path, capsys) -
     assert main(["compare", "recall", "--preset", "smoke", "--out", str(tmp_path / "out"), *options]) == 0
     assert "chance" in capsys.readouterr().out
     record = read_file(ComparisonRecord, tmp_path / "out" / "results.json")
-    names = {figure.name for figure in draw(record, tmp_path)}
+    names = {figure.name for figure in draw(record, tmp_path, report_of(record))}
     assert {"accuracy-by-distance", "loss-by-distance", "cache", "decode-time"} <= names
     for row in record.rows:
         assert row.details["decode_ms"] > 0

@@ -15,9 +15,9 @@ from torch import nn
 from structattn.errors import CheckpointError, DataError
 from structattn.files import write_atomic
 from structattn.seeds import generator
+from structattn_lab.compare import pages
 from structattn_lab.compare.comparison import compare
 from structattn_lab.data.corpus import PrepareConfig, Source, prepare
-from structattn_lab.report import pages
 from structattn_lab.settings.recipe import Recipe
 from structattn_lab.settings.training import TrainingConfig
 from structattn_lab.tasks.base import Task
@@ -237,7 +237,7 @@ def test_a_corpus_whose_preparation_is_killed_at_any_file_operation_is_the_same(
 def test_a_comparison_that_is_killed_gives_the_same_results_and_never_loses_a_finished_run(
     tmp_path: Path, disk, monkeypatch
 ) -> None:
-    def write(record, out: Path) -> Path:  # the real ones take a second, and are written in the same way
+    def write(record, out: Path, task) -> Path:  # the real ones take a second, and are written in the same way
         write_atomic(out / "report.html", str(record.rows))
         return out / "report.html"
 

@@ -13,7 +13,6 @@ from structattn.errors import ConfigError
 from structattn.matrices import Fit, Structure, allocate_ranks, fit
 from structattn.matrices.btt import factor_pair
 from structattn.spec.grammar import Form, named, positive, read_term, reading
-from structattn_lab.analysis.matrix_examples import NamedMatrix
 from structattn_lab.records.fits import FitRow, FittedMatrix
 
 _ALLOCATED = "mlr-allocated"
@@ -23,6 +22,21 @@ _FORM = Form(
     meaning="MLR of total rank R, with the ranks found",
     value=named("rank", positive),
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedMatrix:
+    """A matrix with a name and a description.
+
+    Attributes:
+        name: short, for tables and titles.
+        about: one phrase.
+        values: (num_rows, num_cols), float64.
+    """
+
+    name: str
+    about: str
+    values: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)

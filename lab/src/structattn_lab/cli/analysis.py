@@ -58,7 +58,7 @@ class FitCommand:
 
     def execute(self, session: Session) -> None:
         require_extra()
-        from structattn_lab.analysis.matrix_examples import load_matrix
+        from structattn_lab.compare.matrix_examples import load_matrix
         from structattn_lab.compare.matrix_fits import fit_matrices
         from structattn_lab.report.fits import text
 

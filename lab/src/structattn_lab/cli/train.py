@@ -31,6 +31,7 @@ class TaskCommand:
     # The options that a file may give as well, and their values where neither it nor the command line does.
     in_file: ClassVar[dict[str, Any]] = {"preset": "default"}
     _file: ClassVar[Any] = None  # of --config, once it is read
+    _tasks: ClassVar[Any] = None  # what makes the tasks, once the recipe is known
 
     task: tyro.conf.Positional[_TaskName] = None
     preset: str | None = None
@@ -81,7 +82,7 @@ class TaskCommand:
     def recipe(self) -> Any:
         """The preset's recipe with the settings of --config and then those of the command line."""
         from structattn_lab.settings.overrides import apply_overrides, with_changes
-        from structattn_lab.tasks.registry import recipe_for, task_class, usable_tasks
+        from structattn_lab.tasks.registry import factory_of, recipe_for, task_class, usable_tasks
 
         with naming("--preset"):
             recipe = recipe_for(known(self.task), known(self.preset))
@@ -89,7 +90,8 @@ class TaskCommand:
             with self._file.reading():
                 recipe = with_changes(recipe, self._file.changes(without=self.in_file))
         overrides = list(self.set)
-        options = task_class(known(self.task)).data_options
+        object.__setattr__(self, "_tasks", factory_of(known(self.task)))
+        options = self._tasks.kind.data_options
         for name, value in (("data", self.data), ("time", self.time), ("target", self.target)):
             if value is None:
                 continue
@@ -171,7 +173,7 @@ class CompareCommand(TaskCommand):
     def run(self, session: Session) -> None:
         require_extra()
         from structattn_lab.compare.comparison import compare
-        from structattn_lab.report.pages import text
+        from structattn_lab.compare.pages import text
 
         _check_no_launcher("compare")
         given = {"attention": self.attention, "seeds": self.seeds, "widths": self.widths, "budgets": self.budgets}
@@ -183,7 +185,7 @@ class CompareCommand(TaskCommand):
             raise ConfigError("--jobs is only for this machine: on a Ray cluster its cores and GPUs decide")
         length = " or ".join(f"{budget:g} FLOPs" for budget in recipe.budgets) or f"{recipe.training.steps:,} steps"
         done = compare(
-            known(self.task),
+            self._tasks,
             recipe,
             self.out,
             preset=known(self.preset),
@@ -192,7 +194,7 @@ class CompareCommand(TaskCommand):
             on_open=partial(session.began, takes=f"{recipe.num_runs:,} runs of {length}"),
             runner=_runner(self.ray_address, None if self.ray_address else self.jobs),
         )
-        print_results(text(done.record), done)
+        print_results(text(done.record, self._tasks.report), done)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +217,6 @@ class TrainCommand(TaskCommand):
         from structattn_lab.runs.folders import Owner, finished_in, opened
         from structattn_lab.runs.old_folders import run_record
         from structattn_lab.settings.training import WITHOUT_EFFECT
-        from structattn_lab.tasks.registry import task_class
         from structattn_lab.training.build import empty_model
         from structattn_lab.training.finished import is_finished
         from structattn_lab.training.loop import train
@@ -224,7 +225,7 @@ class TrainCommand(TaskCommand):
             raise ConfigError("the processes of a launcher share one folder: give --out")
         recipe = self.recipe_of_runs()
         attention, seed = known(self.attention), known(self.seed)
-        task = task_class(known(self.task))(recipe.task)
+        task = self._tasks(recipe.task)
         settings = {
             "attention": attention,
             "seed": seed,

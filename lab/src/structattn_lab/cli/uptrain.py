@@ -52,8 +52,8 @@ class UptrainCommand:
     def execute(self, session: Session) -> None:
         require_extra()
         session.opened(self.out)
+        from structattn_lab.compare.pages import text
         from structattn_lab.compare.uptrain import uptrain
-        from structattn_lab.report.pages import text
 
         done = uptrain(
             self.model,

@@ -46,7 +46,7 @@ from structattn_lab.settings.training import WITHOUT_EFFECT
 from structattn_lab.tasks.base import Task
 from structattn_lab.tasks.decode_time import decode_times
 from structattn_lab.tasks.factory import TaskFactory
-from structattn_lab.tasks.registry import task_class
+from structattn_lab.tasks.registry import factory_of
 
 # These may differ when a comparison is resumed: they name runs, each with a separate folder, or change no result.
 _FREE = (
@@ -93,9 +93,9 @@ def compare(
     (smaller models), of ``len(attention) * seeds`` models and as many small ones as learning rates; all of it for each variant.
     """
     # matplotlib is optional: only a comparison needs it
-    from structattn_lab.report.pages import write_pages
+    from structattn_lab.compare.pages import write_pages
 
-    factory = TaskFactory(task_class(task)) if isinstance(task, str) else task
+    factory = factory_of(task) if isinstance(task, str) else task
     task_name = factory.name
     points = points_of(factory, recipe)
     tasks = [factory(point.recipe.task) for point in points]
@@ -119,7 +119,7 @@ def compare(
             if finished is None:
                 write_atomic(folder / RESULTS, to_json(record))
             write_atomic(folder / "runs.csv", runs_csv(record))
-            write_pages(record, folder)
+            write_pages(record, folder, factory.report)
         except OSError as error:
             raise CheckpointError(f"could not write the results to {folder}: {error.strerror or error}") from error
     return Results(record=record, folder=folder, runs=runs)

@@ -10,8 +10,7 @@ import torch
 from structattn.checks import MAX_SEED, check_int
 from structattn.errors import ConfigError
 from structattn.matrices.fit.target import check_dense
-from structattn_lab.analysis.fits import default_structures, fit_all, parse_candidate
-from structattn_lab.analysis.matrix_examples import NamedMatrix
+from structattn_lab.analysis.fits import NamedMatrix, default_structures, fit_all, parse_candidate
 from structattn_lab.records.common import REPORT, Results
 from structattn_lab.records.environment import origin
 from structattn_lab.records.fits import FitsRecord

@@ -22,7 +22,7 @@ from structattn_lab.records.comparison import ComparisonRecord
 from structattn_lab.settings.overrides import Change, apply_overrides
 from structattn_lab.settings.recipe import Recipe
 from structattn_lab.tasks.factory import TaskFactory
-from structattn_lab.tasks.registry import recipe_for, task_class
+from structattn_lab.tasks.registry import factory_of, recipe_for
 from structattn_lab.tasks.uptraining.students import check_student
 from structattn_lab.tasks.uptraining.teacher import checked_config
 from structattn_lab.training.finished import read_finished
@@ -162,7 +162,7 @@ def uptrain(
             resume=resume,
             show_progress=show_progress,
         )
-    tasks = TaskFactory(task_class(_TASK))
+    tasks = factory_of(_TASK)
     with _naming_options():
         results = compare(tasks, recipe, out / RESULTS, command=command, resume=resume, show_progress=show_progress)
     folder = out / MODEL

@@ -16,7 +16,6 @@ from structattn.typed_records import read_as
 from structattn_lab.compare.grid import Point, points_of
 from structattn_lab.records.common import RESULTS
 from structattn_lab.records.comparison import BaselineRow, ComparisonRecord, Row, position_of, read_comparison
-from structattn_lab.report.task_parts import spec_namer
 from structattn_lab.runs.folders import OWNER
 from structattn_lab.settings.recipe import Recipe
 from structattn_lab.tasks.factory import TaskFactory
@@ -213,7 +212,9 @@ def _named(folder: Path, found: Sequence[_Candidate], row: str | None) -> list[_
     """Those of a name, or that begin with it where there is no such name."""
     if row is None:
         return list(found)
-    wanted, name_of = "".join(row.split()).lower(), spec_namer(ForecastTask.name)
+    from structattn_lab.tasks.forecast.figures import name_of  # matplotlib is optional
+
+    wanted = "".join(row.split()).lower()
 
     def names(one: _Candidate) -> tuple[str, ...]:
         return tuple("".join(name.split()).lower() for name in (one.name, name_of(one.name)))

@@ -17,8 +17,7 @@ from structattn.files import cache_folder, write_atomic
 from structattn.progress import doing
 from structattn_lab.compare.grid import points_of
 from structattn_lab.settings.recipe import Recipe
-from structattn_lab.tasks.factory import TaskFactory
-from structattn_lab.tasks.registry import TASKS, presets_of, task_class
+from structattn_lab.tasks.registry import TASKS, factory_of, presets_of, task_class
 from structattn_lab.training.build import empty_model
 from structattn_lab.training.run import TrainingRun
 from structattn_lab.training.speed import matmul_rate
@@ -86,7 +85,7 @@ def estimated_seconds(task_name: str, recipe: Recipe, step: StepTime) -> float |
     """
     batch, runs = recipe.training.batch_size, []
     try:
-        tasks = TaskFactory(task_class(task_name))
+        tasks = factory_of(task_name)
         points = points_of(tasks, recipe)
         for point in points[:: -(-len(points) // _POINTS)]:
             task = tasks(point.recipe.task)

@@ -27,11 +27,10 @@ from structattn_lab.report.rows import (
     standard_row,
 )
 from structattn_lab.report.table import Line, Table
-from structattn_lab.report.task_parts import tables_of, verdict_of
-from structattn_lab.tasks.registry import class_of_record
+from structattn_lab.report.task_report import TaskReport
 
 
-def table(record: ComparisonRecord) -> Table:
+def table(record: ComparisonRecord, task: TaskReport) -> Table:
     """A line for each attention variant in the order asked for, the best one marked, and below them the baselines."""
     best = next(iter(ranked_rows(record)), None)
     scores = [score_of(row) for row in record.rows] + [baseline_score(record, row) for row in record.baselines]
@@ -69,14 +68,14 @@ def table(record: ComparisonRecord) -> Table:
             )
             for row in record.baselines
         ),
-        baselines_title=class_of_record(record.task).baselines_title,
+        baselines_title=task.baselines_title,
         words=("settings",),
         bars=record.metric,
         notes=("; ".join([f"{record.metric}: {record.metric_label}, lower is better", *marks]),),
     )
 
 
-def page(record: ComparisonRecord, figures: Sequence[Figure]) -> Page:
+def page(record: ComparisonRecord, figures: Sequence[Figure], task: TaskReport) -> Page:
     """Verdict, table, the tables and figures of the task, how to repeat it."""
     several = len(record.seeds) > 1
     return Page(
@@ -84,10 +83,10 @@ def page(record: ComparisonRecord, figures: Sequence[Figure]) -> Page:
         question=record.question,
         byline=byline(record),
         facts=facts(record),
-        verdict=verdict(record),
+        verdict=verdict(record, task),
         sections=[
-            Section(heading="Results", table=table(record)),
-            *task_sections(record),
+            Section(heading="Results", table=table(record, task)),
+            *task_sections(record, task),
             *([Section(heading="Figures", figures=figures)] if figures else []),
         ],
         origin=Origin.of(record),
@@ -96,7 +95,7 @@ def page(record: ComparisonRecord, figures: Sequence[Figure]) -> Page:
             "± is the standard deviation over seeds." if several else "One seed was run, so no spread is known.",
             "FLOPs are those of the forward pass of one example, 2 per multiply-add, counted on the structure.",
             "Peak memory is the resident set of the process; seconds are wall-clock on this machine.",
-            *([class_of_record(record.task).baselines_note] if record.baselines else []),
+            *([task.baselines_note] if record.baselines else []),
         ),
     )
 
@@ -118,35 +117,35 @@ def facts(record: ComparisonRecord) -> dict[str, str]:
     return found | record.meanings
 
 
-def task_sections(record: ComparisonRecord) -> list[Section]:
+def task_sections(record: ComparisonRecord, task: TaskReport) -> list[Section]:
     """The tables that the task adds, each in a section."""
-    return [Section(table=one) for one in task_tables(record)]
+    return [Section(table=table) for table in task_tables(record, task)]
 
 
-def task_tables(record: ComparisonRecord) -> list[Table]:
+def task_tables(record: ComparisonRecord, task: TaskReport) -> list[Table]:
     """The tables that the task adds."""
-    return [one for make in tables_of(record.task).values() if (one := make(record)) is not None]
+    return [table for make in task.tables.values() if (table := make(record)) is not None]
 
 
-def verdict(record: ComparisonRecord) -> str:
+def verdict(record: ComparisonRecord, task: TaskReport) -> str:
     """What the comparison shows, and what it does not.
 
     Args:
         record: what ``results.json`` holds.
+        task: what its task says.
 
     Returns:
         Which attention is best and by how much over ``standard``, whether that exceeds the seed spread, and
         a plain statement when a baseline beats every attention row; or what the task says instead.
     """
-    parts = by_variant(record)
-    if len(parts) > 1:
-        return "\n".join(f"{name}: {_verdict(part)}" for name, part in parts.items())
-    return _verdict(record)
+    records = by_variant(record)
+    if len(records) > 1:
+        return "\n".join(f"{name}: {_verdict(of_variant, task)}" for name, of_variant in records.items())
+    return _verdict(record, task)
 
 
-def _verdict(record: ComparisonRecord) -> str:
-    of_task = verdict_of(record.task)
-    if of_task is not None and (said := of_task(record)) is not None:
+def _verdict(record: ComparisonRecord, task: TaskReport) -> str:
+    if task.verdict is not None and (said := task.verdict(record)) is not None:
         return said
     ranked = ranked_rows(record)
     if not ranked:
@@ -154,7 +153,7 @@ def _verdict(record: ComparisonRecord) -> str:
     sentences = [_lead(record, ranked)]
     best_score = score_of(ranked[0])
     assert best_score is not None
-    no_skill = class_of_record(record.task).no_skill_score
+    no_skill = task.no_skill_score
     if no_skill is not None and best_score > 0.95 * no_skill:
         sentences.append(
             f"No attention variant got clearly below {no_skill:g}, the score without skill: none learned the task."

@@ -12,6 +12,7 @@ from structattn_lab.report.numbers import DASH, finite, fmt_count, fmt_score, fm
 from structattn_lab.report.page import Figure, Origin, Page, Section
 from structattn_lab.report.rows import Column, baseline_score, fmt_row, metric_columns
 from structattn_lab.report.table import Line, Table
+from structattn_lab.report.task_report import TaskReport
 
 
 def group_record(record: ComparisonRecord, choice: Choice) -> ComparisonRecord:
@@ -152,7 +153,7 @@ def _differences(record: ComparisonRecord, choice: Choice) -> Table:
     return Table.of(("method", "above the lowest", "critical difference"), rows, title=title)
 
 
-def page(record: ComparisonRecord, figures: Sequence[Figure]) -> Page:
+def page(record: ComparisonRecord, figures: Sequence[Figure], task: TaskReport) -> Page:
     """Verdict, the chosen rows, figures, every setting, how to repeat it."""
     sections = [Section(heading="Results", table=table(record)), Section(heading="Figures", figures=figures)]
     for choice in choices_of(record):
@@ -160,7 +161,7 @@ def page(record: ComparisonRecord, figures: Sequence[Figure]) -> Page:
         sections.append(Section(heading=f"Every setting{of_group}", table=_matrix(record, choice)))
         if choice.critical_differences is not None:
             sections.append(Section(table=_differences(record, choice)))
-        sections += task_sections(group_record(record, choice))
+        sections += task_sections(group_record(record, choice), task)
     settings, rates = len(searched_settings(record)), max(1, len(record.config.get("learning_rates") or []))
     return Page(
         title=f"Methods compared, each with its best settings: {record.task}",

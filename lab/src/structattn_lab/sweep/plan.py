@@ -20,7 +20,7 @@ from structattn_lab.settings.recipe import MOST_RUNS
 from structattn_lab.sweep.halving import REDUCTION
 from structattn_lab.sweep.space import ATTENTION, RunSettings, parse_parameters
 from structattn_lab.tasks.factory import TaskFactory
-from structattn_lab.tasks.registry import task_class
+from structattn_lab.tasks.registry import factory_of
 
 OVER = ("finished", "stopped", "diverged", "failed")  # the status of a trial that is not continued
 Values = dict[str, Value]
@@ -68,7 +68,7 @@ class SweepPlan:
         check_int("seed", self.seed, minimum=0, maximum=MAX_SEED)
         check_int("trials", self.trials, minimum=1, maximum=MOST_RUNS)
         check_choice("scheduler", self.scheduler, ("asha", "none"))
-        object.__setattr__(self, "tasks", TaskFactory(task_class(self.task_name)))
+        object.__setattr__(self, "tasks", factory_of(self.task_name))
         check_spec = self.tasks.kind.check_spec
         object.__setattr__(self, "parameters", parse_parameters(self.params, self.settings, check_spec))
         swept = {parameter.name for parameter in self.parameters}

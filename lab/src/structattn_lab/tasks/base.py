@@ -18,6 +18,7 @@ from structattn.models.language_model import LanguageModel
 from structattn.spec.layers import LayerSpecs
 from structattn_lab.data.corpus import Tokenizer
 from structattn_lab.records.comparison import Baseline as Baseline
+from structattn_lab.report.task_report import TaskReport
 
 Batch = dict[str, Tensor]
 Split = Literal["validation", "test"]
@@ -85,10 +86,8 @@ class Task(ABC):
     no_skill_score: ClassVar[float | None] = None
     divides_sequences: ClassVar[bool] = False
     scores_before_training: ClassVar[bool] = False
-    baselines_title: ClassVar[str] = "Baselines without attention"
-    baselines_note: ClassVar[str] = (
-        "Baselines are computed without attention on the same data; their costs were not measured."
-    )
+    baselines_title: ClassVar[str] = TaskReport.baselines_title
+    baselines_note: ClassVar[str] = TaskReport.baselines_note
     metric: str
     metric_label: str
     question: ClassVar[str]

@@ -11,8 +11,11 @@ from structattn.errors import ConfigError, NotRegisteredError, StructAttnError, 
 from structattn_lab.old_imports import add_old_names
 
 if TYPE_CHECKING:  # the command line lists the names without importing PyTorch
+    from structattn_lab.records.comparison import ComparisonRecord
+    from structattn_lab.report.task_report import TaskReport
     from structattn_lab.settings.recipe import Preset, Recipe
     from structattn_lab.tasks.base import Task
+    from structattn_lab.tasks.factory import TaskFactory
 
 logger = logging.getLogger(__name__)
 # The package of each task, imported at its first use. It has a documentation string, ``TASK``, a subclass of ``Task``, and ``PRESETS``, the
@@ -93,17 +96,24 @@ def task_class(name: str) -> type[Task]:
     return found
 
 
-def class_of_record(name: str) -> type[Task]:
-    """The class of the task of a record; ``Task`` itself where it is not installed."""
-    from structattn_lab.tasks.base import Task
-
-    return task_class(name) if name in TASKS else Task
-
-
 def presets_of(name: str) -> dict[str, Preset]:
     """The presets of a task by name; raises ``ConfigError`` with the nearest name of a task."""
     found: dict[str, Preset] = _package(name).PRESETS
     return found
+
+
+def factory_of(name: str) -> TaskFactory:
+    """What makes the tasks of a name, for a command that hands it on; raises ``ConfigError`` with the nearest name."""
+    from structattn_lab.tasks.factory import TaskFactory
+
+    return TaskFactory(task_class(name), TASKS[name])
+
+
+def report_of(record: ComparisonRecord) -> TaskReport:
+    """What the task of a record adds to its report: nothing, where the task is not installed."""
+    from structattn_lab.report.task_report import TaskReport
+
+    return factory_of(record.task).report if record.task in TASKS else TaskReport()
 
 
 def about(name: str) -> str:

@@ -22,17 +22,17 @@ from structattn_lab.report.plot import (
     write_figures,
 )
 from structattn_lab.report.rows import baselines_in_view, lowest, ranked_rows, row_name, seed_words
-from structattn_lab.report.task_parts import figures_of
-from structattn_lab.tasks.registry import class_of_record
+from structattn_lab.report.task_report import TaskReport
 
 
-def draw(record: ComparisonRecord, folder: Path) -> list[Figure]:
+def draw(record: ComparisonRecord, folder: Path, task: TaskReport) -> list[Figure]:
     """Draws the scores, the figures of the task, and the learning curves; a figure without any data is left out."""
+    scores = functools.partial(draw_scores, baselines_title=task.baselines_title)
     curves = functools.partial(draw_curves, key="step", label="training step")
-    return write_figures(record, {"scores": draw_scores, **figures_of(record.task), "learning-curves": curves}, folder)
+    return write_figures(record, {"scores": scores, **task.figures, "learning-curves": curves}, folder)
 
 
-def draw_scores(record: ComparisonRecord) -> Drawing | None:
+def draw_scores(record: ComparisonRecord, baselines_title: str = TaskReport.baselines_title) -> Drawing | None:
     """The score of every seed and their mean, a row for each attention variant; dashed lines are the baselines."""
     rows = list(reversed(ranked_rows(record)))
     if not rows:
@@ -66,6 +66,6 @@ def draw_scores(record: ComparisonRecord) -> Drawing | None:
             arrowprops={"arrowstyle": "-", "color": GREY, "lw": 0.6, "shrinkA": 0, "shrinkB": 0},
         )  # fmt: skip
     caption = f"A bar for the score of each seed and a dot for their mean ({seed_words(record)})"
-    dashed = f"; dashed lines: {class_of_record(record.task).baselines_title}" if lines else ""
+    dashed = f"; dashed lines: {baselines_title}" if lines else ""
     alt = f"Dot plot of the score of {len(rows)} attention variants{lowest(record)}."
     return figure, f"{caption}{dashed}{away}.", alt

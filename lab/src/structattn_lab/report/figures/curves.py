@@ -9,11 +9,15 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from structattn_lab.records.comparison import ComparisonRecord
 from structattn_lab.report.plot import DASHES, GREY, Drawing, end_labels, log_axis, new_canvas, row_style, wide
 from structattn_lab.report.rows import curve, lowest, row_name
-from structattn_lab.tasks.registry import class_of_record
+from structattn_lab.report.task_report import TaskReport
 
 
 def draw_curves(
-    record: ComparisonRecord, key: str, label: str, levels: Sequence[tuple[float, str]] = ()
+    record: ComparisonRecord,
+    key: str,
+    label: str,
+    levels: Sequence[tuple[float, str]] = (),
+    baselines_title: str = TaskReport.baselines_title,
 ) -> Drawing | None:
     """Validation error during training against ``key`` of the histories, one line per row, with the spread over seeds.
 
@@ -21,7 +25,8 @@ def draw_curves(
         record: what ``results.json`` holds.
         key: ``"step"``, or another growing number of the histories.
         label: what it is, for the axis.
-        levels: dashed lines across the figure, each a value and its name.
+        levels: dashed lines across the figure, each a value and its name: baselines.
+        baselines_title: what they are, for the caption.
     """
     curves = [(row, *curve(record, row, key)) for row in record.rows]
     curves = [found for found in curves if found[1]]
@@ -54,6 +59,6 @@ def draw_curves(
     end_labels(ax, ends, 3.0)
     several = max(len(vs) for _, _, values in curves for vs in values) > 1
     band = "mean over seeds, band from lowest to highest" if several else "one seed, so no spread is shown"
-    dashed = f"; dashed lines: {class_of_record(record.task).baselines_title}" if levels else ""
+    dashed = f"; dashed lines: {baselines_title}" if levels else ""
     caption = f"Error on validation data against {label} ({band}{dashed})."
     return figure, caption, f"Error against {label}{lowest(record)}."

@@ -32,10 +32,10 @@ from structattn_lab.report.plot import (
     write_figures,
 )
 from structattn_lab.report.scaling import laws, mean_loss, series_of, settings_of
-from structattn_lab.report.task_parts import figures_of
+from structattn_lab.report.task_report import TaskReport
 
 
-def draw(record: ComparisonRecord, folder: Path) -> list[Figure]:
+def draw(record: ComparisonRecord, folder: Path, task: TaskReport) -> list[Figure]:
     """Draws the figures of a grid of widths and budgets; a figure without any data is left out."""
     drawings: dict[str, Callable[[ComparisonRecord], Drawing | None]] = {
         "loss-against-compute": _frontiers,
@@ -44,7 +44,7 @@ def draw(record: ComparisonRecord, folder: Path) -> list[Figure]:
         "isoflop": _isoflop,
         "ablation": _ablation,
     }
-    of_task = {name: functools.partial(_of_largest, draw=draw) for name, draw in figures_of(record.task).items()}
+    of_task = {name: functools.partial(_of_largest, draw=draw) for name, draw in task.figures.items()}
     return write_figures(record, drawings | of_task, folder)
 
 

@@ -26,14 +26,14 @@ from structattn_lab.report.plot import (
 )
 from structattn_lab.report.rows import baseline_score, score_of
 from structattn_lab.report.selection import choices_of, group_record, searched_settings
-from structattn_lab.report.task_parts import figures_of
+from structattn_lab.report.task_report import TaskReport
 
 
-def draw(record: ComparisonRecord, folder: Path) -> list[Figure]:
+def draw(record: ComparisonRecord, folder: Path, task: TaskReport) -> list[Figure]:
     """Draws the figures of model selection; a figure without any data is left out."""
     drawings: dict[str, Callable[[ComparisonRecord], Drawing | None]] = {"error-against-setting": _against_setting}
     for index, choice in enumerate(choices_of(record)):
-        for name, draw in figures_of(record.task).items():
+        for name, draw in task.figures.items():
             drawings[f"{name}-{index + 1}" if index else name] = functools.partial(_of_choice, choice=choice, draw=draw)
     return write_figures(record, drawings, folder)
 

@@ -16,26 +16,12 @@ from torch import Tensor
 from structattn.checks import check_int
 from structattn.errors import ConfigError, DataError, nearest_name
 from structattn.layers.attention import Attention
+from structattn_lab.analysis.fits import NamedMatrix
 from structattn_lab.data.series import WindowedSeries
 from structattn_lab.data.series_file import read_series
 from structattn_lab.training.evaluate import load_run
 
 _LARGEST_EXAMPLE = 2**14  # a matrix of 2 GiB
-
-
-@dataclass(frozen=True, kw_only=True)
-class NamedMatrix:
-    """A matrix with a name and a description.
-
-    Attributes:
-        name: short, for tables and titles.
-        about: one phrase.
-        values: (num_rows, num_cols), float64.
-    """
-
-    name: str
-    about: str
-    values: Tensor
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Draws the picture of docs/architecture.md, from the floors that a test enforces: ``python docs/draw_floors.py``."""
+"""Draws the picture of docs/architecture.md, from the floors of a test: ``python docs/draw_floors.py``."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""What one layer's cache keeps, by position: stores for each level, and the rows of the batch that share positions or not."""
+"""What one layer's cache keeps, by position, and all that changes it: new tokens, going back, and moving rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, Self
 
@@ -11,20 +12,25 @@ import torch
 from torch import Tensor
 
 from structattn.cache import native_decode
+from structattn.cache.attend import over_dense, over_view
 from structattn.cache.decode import KeyValueView
 from structattn.cache.latent import Latent
 from structattn.cache.levels import Level, Softmax, softmaxes_of, value_levels, widest
 from structattn.cache.native_decode import Step
 from structattn.cache.store import TEXT_PAGE_SIZE, Store
-from structattn.cache.undo import Before
-from structattn.checks import MAX_LENGTH, check_size, check_sizes, describe
+from structattn.checks import MAX_LENGTH, check_choice, check_size, check_sizes, describe
 from structattn.errors import CacheError, CheckpointError, ConfigError, ShapeError
 from structattn.layout.global_window import Layout
 from structattn.layout.levels import LevelLayout
 from structattn.layout.text import TextLayout
 from structattn.memory import check_memory
-from structattn.ops.checks import check_layout
-from structattn.ops.terms import DTYPES
+from structattn.ops import Backend
+from structattn.ops.backends import NAMED
+from structattn.ops.checks import autocasted, check_layout
+from structattn.ops.terms import DTYPES, ScoreTerms
+
+# Up to this many new tokens are decoded from the pages, run by run; more are computed as queries of the whole sequence.
+_FEW_TOKENS = 16
 
 
 class OtherLatentError(ConfigError):
@@ -62,8 +68,41 @@ class TokenShape(NamedTuple):
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Mark:
+    """What new tokens change, as it was before them.
+
+    Attributes:
+        length, layout: of the contents.
+        pages: stores that have taken pages since, with the number of those that they had.
+        overwritten: functions that write back numbers that are still wanted and were written over. Within a block tokens go to
+            free slots, so that there are some only where a block is left, or in a ring.
+    """
+
+    length: int
+    layout: Layout | None
+    pages: list[tuple[Store, int]] = field(default_factory=list)
+    overwritten: list[Callable[[], object]] = field(default_factory=list)
+
+    def keep(self, page: Tensor, index: Any = ...) -> None:
+        """Copies numbers that are about to be written over."""
+        numbers = page.clone() if index is ... else page[index]  # tensors in an index: a copy
+        self.overwritten.append(partial(page.__setitem__, index, numbers))
+
+    def put_back(self) -> None:
+        """Writes the numbers back, the last ones first, and gives back the pages."""
+        with torch.inference_mode():  # pages may be views that were made in that mode
+            for write_back in reversed(self.overwritten):
+                write_back()
+        for store, count in self.pages:
+            store.pages = store.pages[:count]
+
+
 class Contents:
-    """The numbers that a cache keeps for the tokens so far.
+    """The numbers that a cache keeps for the tokens so far, and the only class that changes them.
+
+    ``append``, ``attend`` and ``try_step`` add tokens; ``undo`` returns to the last ``set_mark``. The other changes are ``crop``,
+    ``select``, ``reset``, ``restore``, ``set_layout`` and ``set_latent``.
 
     Args:
         shape: of the tokens.
@@ -107,8 +146,8 @@ class Contents:
         self.length = 0
         self._factors: dict[tuple[object, ...], Tensor] = {}
         self._step: Step | None = None
-        self.before: Before | None = None
-        self.set_levels()
+        self._mark: _Mark | None = None
+        self._set_levels()
         dims = [level.rank for level in self.key_levels]
         if latent is not None:
             dims = [shape.keys[1], latent.num_rstd]
@@ -123,7 +162,7 @@ class Contents:
         self.values = [store(level.rank, level) for level in self.value_levels]
         self.reset()
 
-    def set_levels(self) -> None:
+    def _set_levels(self) -> None:
         """The levels of each store."""
         self._step = None
         head_dim = self.shape.keys[1] if self.latent is None else self.latent.key_dim
@@ -141,10 +180,14 @@ class Contents:
             return
         was_uniform = self.is_uniform
         self.layout = layout
-        self.set_levels()
+        self._set_levels()
         if was_uniform and not self.is_uniform:
             for store, _ in self.stores():
                 store.lost = store.lost * self.shape.batch
+
+    def set_latent(self, latent: Latent) -> None:
+        """Makes keys by this from now on: the same sizes, of another module."""
+        self.latent = latent
 
     def stores(self) -> Iterator[tuple[Store, Level]]:
         """All stores with their levels, keys first."""
@@ -180,7 +223,7 @@ class Contents:
             store.lost = [0] * (1 if self.is_uniform else self.shape.batch)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_factors": {}, "_step": None, "before": None}
+        return {**self.__dict__, "_factors": {}, "_step": None, "_mark": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -262,15 +305,115 @@ class Contents:
             return store.lost[row]
         return max(store.lost[row], level.start(last, row) if store.ring is None else last - store.ring + 1)
 
-    def grow(self, store: Store, slots: int, like: Tensor) -> None:
-        """Takes pages for a store until there are ``slots``; see ``Store.grow``."""
+    def _grow(self, store: Store, slots: int, like: Tensor) -> None:
+        """Takes pages for a store until there are ``slots``, which ``undo`` gives back."""
         if slots > store.capacity:
             self._step = None
-            if self.before is not None:
-                self.before.pages.append((store, store.num_pages))
+            if self._mark is not None:
+                self._mark.pages.append((store, store.num_pages))
             store.grow(slots, like)
 
-    def step(self, k: Tensor, v: Tensor) -> Step | None:
+    @property
+    def _overwritten(self) -> list[Callable[[], object]] | None:
+        """What ``undo`` writes back, to which the C++ code adds; ``None`` where nothing is marked."""
+        return None if self._mark is None else self._mark.overwritten
+
+    def append(self, k: Tensor, v: Tensor) -> None:
+        """Adds tokens: keys (or states) and values as ``LevelCache.attend`` takes them."""
+        count = k.shape[2]
+        if k.shape[0] == 0 or count == 0:
+            pass  # nothing to keep
+        elif count == 1 and self.is_uniform:
+            self._append_alike(k, v)
+        elif count == 1:
+            self._append_one(k, v)
+        else:
+            self._append_many(k, v)
+        self.length += count
+
+    def _append_alike(self, k: Tensor, v: Tensor) -> None:
+        """One token per row, all at one position: all levels in one operation."""
+        row, _, pad = next(iter(self.rows))
+        position = self.length - pad
+        if position < 0:
+            return
+        if (step := self._next_step(k, v)) is not None:
+            step.write(k, v, self.length, self._overwritten)
+            return
+        flat = (k.flatten(0, 2), v.flatten(0, 2)) if self.latent is None else (k, v)
+        numbers = [x.flatten(0, -2) for x in self._per_store(*flat)]
+        cells: list[Tensor] = []
+        for store, level in self.stores():
+            slot = store.slot(position, level.start(position, row))
+            self._grow(store, slot + 1, k if len(cells) < len(self.keys) else v)
+            page, place = store.place(slot)
+            cells.append(page.select(2, place))
+            if self._mark is not None and self._writes_over(store, position, slot):
+                self._mark.keep(cells[-1])
+        torch._foreach_copy_(cells, numbers)
+
+    def _append_one(self, k: Tensor, v: Tensor) -> None:
+        """One token per row, at different positions."""
+        for (store, level), x in zip(self.stores(), self._per_store(k, v), strict=True):
+            slots: list[int | None] = []
+            lost: list[int | None] = []
+            for row, _, pad in self.rows:
+                position = self.length - pad
+                if position < 0:
+                    slots.append(None)
+                    lost.append(None)
+                    continue
+                slot = store.slot(position, level.start(position, row))
+                slots.append(slot)
+                lost.append(slot if self._writes_over(store, position, slot) else None)
+            self._grow(store, max((slot + 1 for slot in slots if slot is not None), default=0), x)
+            if self._mark is not None:
+                for page, index in store.locate(lost):
+                    self._mark.keep(page, index)
+            store.write_each(x, slots)
+
+    def _append_many(self, k: Tensor, v: Tensor) -> None:
+        """Several tokens, row by row."""
+        count = k.shape[2]
+        for (store, level), x in zip(self.stores(), self._per_store(k, v), strict=True):
+            for row, batch, pad in self.rows:
+                first, last = self.length - pad, self.length - pad + count - 1
+                if last < 0:
+                    continue
+                start = level.start(last, row)
+                oldest = max(start, 0) if store.ring is None else last - store.ring + 1
+                low = max(first, oldest, 0)
+                slots = last - start + 1 if store.ring is None else min(last + 1, store.ring)
+                self._grow(store, slots, x)
+                if first > 0 and self._mark is not None:
+                    lost, end = max(low, store.ring or 0), last + 1
+                    if store.ring is None and self.length == self._mark.length:
+                        previous = level.start(first - 1, row)  # its block is written over, if it is another
+                        end = low if previous == start else min(end, start + first - previous)
+                    for span in store.spans(lost, end, start):
+                        self._mark.keep(span.rows(batch))
+                store.write(x[batch, :, low - first :], batch, low, start)
+
+    def _writes_over(self, store: Store, position: int, slot: int) -> bool:
+        """Whether a slot may hold a position that was wanted at the mark: of the block before, or of the round before in a ring."""
+        if store.ring is not None:
+            return position >= store.ring
+        # Later ones of a block that began since the mark: too many are kept, which changes nothing.
+        is_next = self._mark is not None and self._mark.length == self.length
+        return position > 0 and (slot == 0 or not is_next)
+
+    def _per_store(self, k: Tensor, v: Tensor) -> list[Tensor]:
+        """What goes into each store, in their order: slices of the last axis."""
+        if self.latent is None:
+            keys = list(k.split([store.dim for store in self.keys], dim=-1))
+        else:
+            keys = [k]
+            if self.latent.num_rstd:
+                with torch.no_grad():
+                    keys.append(self.latent.rstd(k[:, 0])[:, None].to(k.dtype))
+        return keys + list(v.split([store.dim for store in self.values], dim=-1))
+
+    def _next_step(self, k: Tensor, v: Tensor) -> Step | None:
         """What writes the next token, and attends, in C++; ``None`` where it cannot: rows at several positions, hidden states, or no C++ code.
 
         Args:
@@ -287,7 +430,7 @@ class Contents:
             return None
         if self._step is None or self.length not in self._step.lengths:
             for store, level in self.stores():
-                self.grow(store, store.slot(position, level.start(position, row)) + 1, k if store in self.keys else v)
+                self._grow(store, store.slot(position, level.start(position, row)) + 1, k if store in self.keys else v)
             self._step = Step(
                 self.softmaxes,
                 self.chunk_size,
@@ -312,36 +455,121 @@ class Contents:
         """
         if self._step is None:
             return None
-        mark = Before(length=self.length, layout=self.layout)
+        mark = _Mark(length=self.length, layout=self.layout)
         try:
-            out = self._step.try_attend(q, k, v, scale, order, self.length, mark)
+            out = self._step.try_attend(q, k, v, scale, order, self.length, mark.overwritten)
             if out is not None:
-                self.before = mark
+                self._mark = mark
                 self.length += 1
             return out
         except BaseException:
-            self.before = mark
-            self.take_back()
+            self._mark = mark
+            self.undo()
             raise
 
-    def mark(self) -> None:
-        """Marks the point to which ``take_back`` returns."""
-        self.before = Before(length=self.length, layout=self.layout)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, options: ScoreTerms, backend: Backend) -> Tensor:
+        """Appends new tokens and computes their attention; see ``LevelCache.attend``."""
+        check_choice("backend", backend, NAMED)
+        q, k, v = autocasted(q, k, v)
+        kept_k, kept_v = k.detach(), v.detach()
+        if q.shape[0] == 0 or q.shape[2] == 0:
+            self.append(kept_k, kept_v)
+            return q.new_zeros((*q.shape[:3], v.shape[3]))
+        if self.length == 0 or not self._is_direct(q, k, v, options, backend):
+            values = v if self.length == 0 else self.dense_values(v)
+            out = self._over_dense(q, self._all_keys(k), values, self.layout, options, backend)
+            self.append(kept_k, kept_v)
+            return out
+        runs, num_keys = self.runs(q.shape[2]), self.length + q.shape[2]
+        if len(runs) == 1:
+            of_run = options.of_queries(0, q.shape[2], q.shape[2], num_keys)
+            return self._decoded(q, kept_k, kept_v, of_run, backend)
+        outs = []
+        for first, end in runs:
+            of_run = options.of_queries(first, end, q.shape[2], num_keys)
+            query, key, value = (x[:, :, first:end] for x in (q, kept_k, kept_v))
+            outs.append(self._decoded(query, key, value, of_run, backend))
+        return torch.cat(outs, dim=2)
 
-    def take_back(self) -> None:
+    def _decoded(self, q: Tensor, k: Tensor, v: Tensor, options: ScoreTerms, backend: Backend) -> Tensor:
+        """The attention of tokens of one run, straight from the pages."""
+        is_single = q.shape[2] == 1 and backend == "auto" and options.has_scale_only
+        if is_single and (step := self._next_step(k, v)) is not None:
+            out = step.attend(q, k, v, options.scale, self.length, self._overwritten)
+            self.length += 1
+            return out
+        self.append(k, v)
+        return over_view(q, self.view(), options, backend)
+
+    def weights(self, q: Tensor, k: Tensor, options: ScoreTerms) -> Tensor:
+        """The weights of new tokens, which are not appended; see ``LevelCache.weights``."""
+        q, k = autocasted(q, k)
+        keys, layout = self._all_keys(k), self.layout
+        each = torch.eye(keys.shape[2], dtype=keys.dtype, device=keys.device).expand(*keys.shape[:2], -1, -1)
+        layout = replace(layout, value_ranks=None) if isinstance(layout, LevelLayout) else layout
+        return self._over_dense(q, keys, each, layout, options, "reference")
+
+    def _is_direct(self, q: Tensor, k: Tensor, v: Tensor, options: ScoreTerms, backend: Backend) -> bool:
+        """Whether new tokens are decoded straight from what is kept: few ones, past the padding, without a gradient."""
+        if torch.is_grad_enabled() and (options.needs_gradient or any(x.requires_grad for x in (q, k, v))):
+            return False
+        makes_keys = self.latent is not None and not self.latent.can_absorb
+        is_past_padding = self.length >= self.most_padding
+        return backend in ("auto", "triton") and q.shape[2] <= _FEW_TOKENS and is_past_padding and not makes_keys
+
+    def _all_keys(self, k: Tensor) -> Tensor:
+        """The keys of all tokens, with the new ones at the end: from keys, or made from hidden states."""
+        state = k if self.length == 0 else self.dense_keys(k)
+        if self.latent is None:
+            return state
+        positions = torch.arange(state.shape[2], device=state.device)
+        if self.padding is not None:
+            positions = positions - torch.tensor(self.padding, device=state.device)[:, None]
+        return self.latent.keys(state[:, 0], positions)
+
+    def _over_dense(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: Layout | None,
+        options: ScoreTerms,
+        backend: Backend,
+    ) -> Tensor:
+        """Attention over the dense keys and values of a cache."""
+        padding = None
+        if self.padding is not None and any(self.padding):  # a row may still be in its padding
+            padding = torch.tensor(self.padding, device=q.device).clamp(max=k.shape[2])
+        return over_dense(
+            q,
+            k,
+            v,
+            options,
+            layout=layout,
+            window=self.window,
+            left_padding=padding,
+            backend=backend,
+            chunk_size=self.chunk_size,
+        )
+
+    def set_mark(self) -> None:
+        """Marks the point to which ``undo`` returns."""
+        self._mark = _Mark(length=self.length, layout=self.layout)
+
+    def undo(self) -> None:
         """Makes the contents what they were at the mark, from which on tokens were appended and nothing else was done."""
-        assert self.before is not None
-        self.before.put_back()
-        if self.before.pages:
+        assert self._mark is not None
+        self._mark.put_back()
+        if self._mark.pages:
             self._step = None
-        if self.layout is not self.before.layout:
+        if self.layout is not self._mark.layout:
             was_uniform = self.is_uniform
-            self.layout = self.before.layout
-            self.set_levels()
+            self.layout = self._mark.layout
+            self._set_levels()
             if self.is_uniform and not was_uniform:
                 for store, _ in self.stores():
                     store.lost = store.lost[:1]
-        self.length, self.before = self.before.length, None
+        self.length, self._mark = self._mark.length, None
 
     def crop(self, length: int) -> None:
         """Forgets all tokens but the first ``length``; see ``LevelCache.crop``."""
@@ -357,7 +585,7 @@ class Contents:
                 for levels, pad in zip(self.layout.boundaries, pads, strict=False)
             )
             self.layout = replace(self.layout, boundaries=cut)
-            self.set_levels()
+            self._set_levels()
 
     def check_crop(self, length: int) -> None:
         """Raises what ``crop`` would raise, and changes nothing."""
@@ -454,4 +682,4 @@ class Contents:
             store.pages = own
             if not was_uniform:
                 store.lost = [store.lost[row] for row in rows[: 1 if self.is_uniform else None]]
-        self.set_levels()
+        self._set_levels()

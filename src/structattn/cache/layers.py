@@ -15,8 +15,7 @@ from structattn.cache import files
 from structattn.cache.latent import Latent
 from structattn.cache.level_cache import LevelCache
 from structattn.cache.numbers import give_numbers, is_traced
-from structattn.cache.rows import CacheRows, OneLayerCache
-from structattn.cache.undo import all_or_nothing
+from structattn.cache.rows import CacheRows, OneLayerCache, all_or_nothing
 from structattn.checks import check_type, describe
 from structattn.errors import CacheError, ConfigError
 from structattn.layout.text import TextHistory

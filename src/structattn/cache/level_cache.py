@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,16 +13,13 @@ import torch
 from torch import Tensor
 
 from structattn.cache import files
-from structattn.cache.append import append
-from structattn.cache.attend import attend, weights
 from structattn.cache.contents import Contents, OtherLatentError, TokenShape
-from structattn.cache.latent import Latent
+from structattn.cache.latent import Latent, alike
 from structattn.cache.numbers import Count, new_number
-from structattn.cache.owner import OfOneLayer
 from structattn.cache.rows import OneLayerCache
 from structattn.cache.store import PAGE_SIZE
 from structattn.cache.tokens import check_layout_of_call, check_options, checked_padding, checked_shape
-from structattn.checks import check_tensor, describe, is_int
+from structattn.checks import check_tensor, check_type, describe, is_int
 from structattn.errors import CacheError, CheckpointError, ConfigError, ShapeError
 from structattn.layout.global_window import Layout
 from structattn.layout.levels import LevelLayout
@@ -34,7 +32,7 @@ _OPTIONS = ("layout", "window", "chunk_size", "max_length", "page_size", "latent
 _SAVED = ("window", "chunk_size", "max_length", "page_size", "left_padding")  # options that a file holds
 
 
-class LevelCache(OneLayerCache, OfOneLayer):
+class LevelCache(OneLayerCache):
     """Keys and values of one causal attention layer while it decodes, without what no later query can share.
 
     A pair of positions shares level l only inside one block of that level, so level l keeps the slices of the keys (and, with
@@ -91,6 +89,7 @@ class LevelCache(OneLayerCache, OfOneLayer):
         self._set_padding(None if left_padding is None else checked_padding(left_padding))
         self._kept: Contents | None = None  # from the first tokens on
         self._before: tuple[Contents | None, Layout | None] | None = None  # the last new tokens; None: not known
+        self._layer: weakref.ref[object] | None = None  # the layer that it is for, which is not kept alive
         self._count = Count()
         self.number = new_number(self)
 
@@ -178,6 +177,38 @@ class LevelCache(OneLayerCache, OfOneLayer):
         facts = f"length={self.length}, nbytes={self.nbytes:,}, keeps={self.keeps!r}"
         return f"LevelCache({facts}, layout={self.layout}, window={self.window})"
 
+    def bind(self, layer: object) -> None:
+        """Makes this the cache of one layer, from its first use on; a copy, or a cache that was loaded, has no layer yet.
+
+        The layer is not kept alive. Where the cache keeps hidden states, keys are made by its attribute ``latent``: a copy of the
+        cache still uses the weights of the original.
+
+        Raises:
+            ConfigError: it is the cache of another layer.
+        """
+        check_type("layer", layer, torch.nn.Module, "the module that the cache is for")
+        self.check_layer(layer)
+        if self._layer is not None:
+            return
+        if self.latent is not None:
+            self.latent = latent = layer.latent  # type: ignore[attr-defined]
+            if self._kept is not None:
+                self._kept.set_latent(latent)
+        self._layer = weakref.ref(layer)
+
+    def check_layer(self, layer: object) -> None:
+        """Raises what ``bind`` would raise, and changes nothing."""
+        if self._layer is not None:
+            if self._layer() is not layer:
+                raise ConfigError(
+                    f"the cache is of another layer: it was made or filled by another {type(layer).__name__}, whose keys this one "
+                    "cannot use; make one with new_cache(), and give each layer its own"
+                )
+        elif self.latent is not None and not alike(self.latent, getattr(layer, "latent", None)):
+            raise ConfigError(
+                "the cache is of another layer: it keeps hidden states, from which this one makes other keys; make it with new_cache()"
+            )
+
     def attend(
         self,
         q: Tensor,
@@ -228,7 +259,7 @@ class LevelCache(OneLayerCache, OfOneLayer):
                 raise
         self._mark()
         try:
-            out = attend(self._checked(q, k, v, layout, terms), q, k, v, terms, backend)
+            out = self._checked(q, k, v, layout, terms).attend(q, k, v, terms, backend)
             self._end()
             return out  # inside, so that an interruption here takes it back too
         except BaseException:
@@ -262,7 +293,7 @@ class LevelCache(OneLayerCache, OfOneLayer):
     def _drop_step(self, length: int) -> None:
         """After ``try_step`` was broken off: takes its token back, if it came to that, so that there are ``length`` tokens again."""
         if self._kept is not None and self._kept.length != length:
-            self._kept.take_back()
+            self._kept.undo()
         self._before = None
         self._end()
 
@@ -334,7 +365,7 @@ class LevelCache(OneLayerCache, OfOneLayer):
         terms = ScoreTerms(scale=scale, softcap=softcap, sinks=sinks, attn_mask=attn_mask, alibi_slopes=alibi_slopes)
         self._mark()
         try:
-            return weights(self._checked(q, k, v, layout, terms), q, k, terms)
+            return self._checked(q, k, v, layout, terms).weights(q, k, terms)
         finally:
             self._take_back()
 
@@ -342,7 +373,7 @@ class LevelCache(OneLayerCache, OfOneLayer):
         """Appends tokens without attending, all or (with an error) none; arguments as ``attend``."""
         self._mark()
         try:
-            append(self._checked(None, k, v, layout), *autocasted(k.detach(), v.detach()))
+            self._checked(None, k, v, layout).append(*autocasted(k.detach(), v.detach()))
             self._end()
         except BaseException:
             self._take_back()
@@ -352,7 +383,7 @@ class LevelCache(OneLayerCache, OfOneLayer):
         """Marks the point to which ``undo`` returns."""
         contents, self._before = self._contents, None
         if contents is not None:
-            contents.mark()
+            contents.set_mark()
         self._before = (contents, self.layout)
 
     def _end(self) -> None:
@@ -377,14 +408,9 @@ class LevelCache(OneLayerCache, OfOneLayer):
         assert self._before is not None
         contents, layout = self._before
         if contents is not None:
-            contents.take_back()
+            contents.undo()
         self._kept, self.layout, self._before = contents, layout, None
         self._end()
-
-    def _set_latent(self, latent: Latent) -> None:
-        self.latent = latent
-        if self._kept is not None:
-            self._kept.latent = latent
 
     def _checked(
         self, q: Tensor | None, k: Tensor, v: Tensor, layout: LevelLayout | None, options: ScoreTerms | None = None
@@ -492,11 +518,15 @@ class LevelCache(OneLayerCache, OfOneLayer):
                 )
             text = TextLayout(layout.ranks, plain["text"], layout.scaling, layout.value_ranks)
         cache = cls(text or layout, latent=latent, **{name: plain[name] for name in _SAVED})
-        cache.layout = layout  # with its segments
-        cache._kept = cache._empty(TokenShape.of_state(plain, tensors))
-        cache._kept.restore(plain, tensors)
-        cache._end()
+        cache._restore(plain, tensors, layout)
         return cache
+
+    def _restore(self, plain: dict[str, Any], tensors: dict[str, Tensor], layout: Layout | None) -> None:
+        """Takes over what ``state`` returned, and its layout with the segments of the tokens."""
+        self.layout = layout
+        self._kept = self._empty(TokenShape.of_state(plain, tensors))
+        self._kept.restore(plain, tensors)
+        self._end()
 
     def save(self, path: str | Path) -> None:
         """Writes the cache to a safetensors file, at once and completely or not at all; ``load`` verifies it.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from structattn.cache.levels import Level, Softmax
 from structattn.cache.store import Store
-from structattn.cache.undo import Before
 from structattn.layout.scaling import Scaling, score_factors
 from structattn.ops.checks import is_eager, is_plain, is_quiet
 from structattn.ops.native import library
@@ -96,32 +95,45 @@ class Step:
         self._last: tuple[torch.Size, float | None] | None = None  # shape of the queries and scale of the last call
         self._factors = k  # for that scale
 
-    def write(self, k: Tensor, v: Tensor, length: int, before: Before | None) -> None:
+    def write(self, k: Tensor, v: Tensor, length: int, overwritten: list[Callable[[], object]] | None) -> None:
         """Writes the next token.
 
         Args:
             length: tokens so far.
-            before: learns how to write back what was there.
+            overwritten: gets a function that writes back what was there.
         """
-        self._call(None, k, v, self._factors, length, before)
+        self._call(None, k, v, self._factors, length, overwritten)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, length: int, before: Before | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float | None,
+        length: int,
+        overwritten: list[Callable[[], object]] | None,
     ) -> Tensor:
         """Writes the next token, and returns its attention to all tokens there are, (B, H, 1, V).
 
         Args:
             q: (B, H, 1, D), of the dtype of what is kept.
             scale: of the call.
-            length, before: see ``write``.
+            length, overwritten: see ``write``.
         """
         if self._last is None or self._last[1] is not scale:
             self._factors = _factors(self._levels, scale, self._dtype)
         self._last = q.shape, scale
-        return self._call(q, k, v, self._factors, length, before)
+        return self._call(q, k, v, self._factors, length, overwritten)
 
     def try_attend(
-        self, q: Any, k: Any, v: Any, scale: object, order: Tensor | None, length: int, before: Before
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        scale: object,
+        order: Tensor | None,
+        length: int,
+        overwritten: list[Callable[[], object]],
     ) -> Tensor | None:
         """``attend`` without other checks; ``None``, with nothing written, where an argument differs from the last ones in more than its numbers.
 
@@ -136,7 +148,7 @@ class Step:
         for x, expected in ((q, shape), (k, self._shapes[0]), (v, self._shapes[1])):
             if not (is_plain(x) and x.shape == expected and x.dtype is self._dtype and x.is_cpu):
                 return None
-        return self._call(q, k, v, self._factors, length, before, order)
+        return self._call(q, k, v, self._factors, length, overwritten, order)
 
     def _call(
         self,
@@ -145,15 +157,15 @@ class Step:
         v: Tensor,
         factors: Tensor,
         length: int,
-        before: Before | None,
+        overwritten: list[Callable[[], object]] | None,
         order: Tensor | None = None,
     ) -> Tensor:
         position = length - self._pad
         self._number += 1
-        if before is not None:
-            if before.overwritten:  # several tokens since the mark: what they write over is kept for each
+        if overwritten is not None:
+            if overwritten:  # several tokens since the mark: what they write over is kept for each
                 self._old, self._plan = torch.empty_like(self._old), self._plan.clone()
-            before.overwritten.append(functools.partial(self._put_back, position, self._number, self._old, self._plan))
+            overwritten.append(functools.partial(self._put_back, position, self._number, self._old, self._plan))
         found: Tensor = torch.ops.structattn_native.step(
             q, k, v, factors, order, self._pages, self._plan, self._old, position, self._number
         )

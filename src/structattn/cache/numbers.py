@@ -67,3 +67,21 @@ class Count:
     """How many tokens a cache holds, as far as calls have ended: a compiled call that breaks off leaves it as it was."""
 
     tokens: int = 0
+
+
+class NumberedLayer(torch.nn.Module):
+    """A layer that compiled programs give to the operators of its cache; a copy has another number.
+
+    Attributes:
+        number: see ``new_number``; it is no buffer and is not saved.
+    """
+
+    number: Tensor | None
+
+    def set_number(self) -> None:
+        """Gives the layer its number, once when it is made."""
+        self.number = new_number(self)
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.set_number()

@@ -1,8 +1,11 @@
-"""What the cache of a layer and those of a model share: positions of the next tokens, and moving rows, as beam search does."""
+"""What the cache of a layer and those of a model share: positions of the next tokens, moving rows, and all layers or none."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -133,3 +136,27 @@ class OneLayerCache(CacheRows):
     @abstractmethod
     def undo(self) -> None:
         """Takes the last new tokens back."""
+
+
+class Undoable(Protocol):
+    """A cache whose last new tokens can be taken back."""
+
+    @property
+    def length(self) -> int:
+        """Tokens so far."""
+
+    def undo(self) -> None:
+        """Takes the last new tokens back."""
+
+
+@contextmanager
+def all_or_nothing(caches: Iterable[Undoable]) -> Iterator[None]:
+    """Within it each cache takes new tokens once. If anything fails, Ctrl-C included, those that have taken them lose them again."""
+    lengths = [(cache, cache.length) for cache in caches]
+    try:
+        yield
+    except BaseException:
+        for cache, length in lengths:
+            if cache.length != length:
+                cache.undo()
+        raise

@@ -72,6 +72,13 @@ class Store:
         # Per row (or one for all): positions before this one are held no longer, also where they are of the current block.
         self.lost = [0]
 
+    @classmethod
+    def of_page(cls, page: Tensor, *, ring: int | None, longest: int | None) -> Self:
+        """Numbers that are there already, (B, heads, dim, slots), as one page of a level."""
+        store = cls(page.shape[2], ring=ring, longest=longest, page_size=page.shape[3])
+        store.pages = [page]
+        return store
+
     # A copy gets separate memory, also where tensors would be sent to another process as shared memory. The flat views are made
     # again: copied, they would share no memory with the pages.
 

@@ -14,9 +14,8 @@ from structattn import text_forms
 from structattn.cache import PAGE_SIZE, LevelCache
 from structattn.cache.bounded import BoundedCache, LayerCache
 from structattn.cache.compiled import attend_compiled
-from structattn.cache.numbers import is_traced
-from structattn.cache.owner import NumberedLayer
-from structattn.cache.undo import all_or_nothing
+from structattn.cache.numbers import NumberedLayer, is_traced
+from structattn.cache.rows import all_or_nothing
 from structattn.checks import (
     MAX_LENGTH,
     check_bool,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from structattn.cache import PAGE_SIZE
-from structattn.cache.undo import all_or_nothing
+from structattn.cache.rows import all_or_nothing
 from structattn.checks import check_type
 from structattn.errors import ConfigError
 from structattn.layers.checks import check_states

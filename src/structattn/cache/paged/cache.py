@@ -204,9 +204,7 @@ class PagedCache(PackedCache):
         stores = []
         for (_, level), pages in zip(shape.levels(), self._levels[layer], strict=True):
             found = pages.read(singles.pages[pages.group])
-            store = Store(level.rank, ring=level.ring, longest=level.longest, page_size=found.shape[2])
-            store.pages = [found.transpose(2, 3)]
-            stores.append(store)
+            stores.append(Store.of_page(found.transpose(2, 3), ring=level.ring, longest=level.longest))
         count = len(shape.key_levels)
         kept = KeyValueView(
             softmaxes=shape.softmaxes,

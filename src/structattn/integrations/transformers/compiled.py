@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from structattn.cache.attend import over_dense
 from structattn.cache.compiled import define, empty_output, needs_gradient, with_past
-from structattn.cache.numbers import numbered
-from structattn.cache.owner import NumberedLayer
+from structattn.cache.numbers import NumberedLayer, numbered
 from structattn.integrations.transformers.cache import LevelCacheLayer, with_left_out
 from structattn.integrations.transformers.masks import StructuredMask
 from structattn.integrations.transformers.variant import Variant

@@ -98,5 +98,5 @@ class _Renamed(MetaPathFinder, Loader):
 def add_old_names() -> None:
     """Makes the old names importable; more than once is as good as once."""
     if not any(isinstance(finder, _Renamed) for finder in sys.meta_path):
-        # The first: another finder would find the files of a package again, below its old name, as modules of their own.
+        # The first: others would import the files of a package a second time, below its old name.
         sys.meta_path.insert(0, _Renamed())

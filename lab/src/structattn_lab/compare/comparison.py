@@ -70,7 +70,8 @@ def compare(
     """Trains every attention spec of a recipe and writes ``results.json``, figures (PNG, SVG) and ``report.html``.
 
     Args:
-        task: its name, see ``tasks.registry.TASKS``; or what makes the tasks, for a caller that needs them afterwards.
+        task: its name, see ``tasks.registry.TASKS``; or what makes the tasks, for a caller that needs them
+            afterwards.
         recipe: settings.
         out: output folder, created; each run has a folder below ``runs/``. Default: see ``folders.opened``.
         preset: its name, for the record.
@@ -127,9 +128,11 @@ def compare(
 
 def _config(task_name: str, recipe: Recipe, preset: str) -> dict[str, Any]:
     """All that determines a comparison, by the names of ``--set`` and of options."""
-    found = {name: value for name, _, value in fields_of(recipe)}
-    inside = {name: value for name, value in found.items() if "." in name}
-    return {"task": task_name, "preset": preset} | {name: found[name] for name in found if name not in inside} | inside
+    values = {name: value for name, _, value in fields_of(recipe)}
+    inside = {name: value for name, value in values.items() if "." in name}
+    return (
+        {"task": task_name, "preset": preset} | {name: values[name] for name in values if name not in inside} | inside
+    )
 
 
 def _finished(folder: Path, owner: Owner, points: Sequence[Point]) -> Results[ComparisonRecord] | None:
@@ -171,8 +174,8 @@ def _results(
     swept = {job.folder: _swept_score(job, tasks[0].metric) for job in sweeps}
     scores = [_scores_by_rate(point.sweep_jobs(folder), swept) for point in points]
     jobs = [
-        [point.jobs(folder, spec, _chosen(point.recipe, spec, found.get(spec))) for spec in point.recipe.attention]
-        for point, found in zip(points, scores, strict=True)
+        [point.jobs(folder, spec, _chosen(point.recipe, spec, rates.get(spec))) for spec in point.recipe.attention]
+        for point, rates in zip(points, scores, strict=True)
     ]
     # Some may have been trained by the sweep already: only their scores are missing.
     left = [job for of_point in jobs for seeds in of_point for job in seeds]
@@ -180,13 +183,13 @@ def _results(
     rows, baselines = [], []
     total = len(points) + sum(map(len, jobs))
     with progress_bar(total=total, unit="row", show=show_progress, desc="table") as bar:
-        for point, costs, task, of_point, found in zip(points, models, tasks, jobs, scores, strict=True):
+        for point, costs, task, of_point, rates in zip(points, models, tasks, jobs, scores, strict=True):
             say(bar, "table: time of decoding")
             times = _decode_times(task, costs)
             for seeds in of_point:
                 spec = seeds[0].spec
                 say(bar, f"table: {spec}")
-                rows.append(_row(point, task, seeds, found.get(spec), costs[spec], times.get(spec)))
+                rows.append(_row(point, task, seeds, rates.get(spec), costs[spec], times.get(spec)))
                 bar.update()
             say(bar, "table: baselines")
             baselines += [BaselineRow(**asdict(row), **asdict(point.position)) for row in task.baselines()]
@@ -205,10 +208,10 @@ def _swept_score(job: Job, metric: str) -> float:
 
 def _scores_by_rate(jobs: Sequence[Job], scores: dict[Path, float]) -> dict[str, dict[float, float]]:
     """The scores of the sweep of a point, by spec and learning rate."""
-    found: dict[str, dict[float, float]] = {}
+    by_spec: dict[str, dict[float, float]] = {}
     for job in jobs:
-        found.setdefault(job.spec, {})[job.training.learning_rate] = scores[job.folder]
-    return found
+        by_spec.setdefault(job.spec, {})[job.training.learning_rate] = scores[job.folder]
+    return by_spec
 
 
 def _chosen(recipe: Recipe, spec: str, scores: dict[float, float] | None) -> float:
@@ -242,32 +245,34 @@ def _row(
 ) -> Row:
     """Scores on the test split, and costs, of the seeds of a spec."""
     spec, training = jobs[0].spec, jobs[0].training
-    found = [_read(job) for job in jobs]
-    done, scored = [progress for progress, _ in found], [scores for _, scores in found]
-    scores = tuple(one.metrics[task.metric] for one in scored)
-    seconds = sum(one.seconds for one in done)
+    pairs = [_read(job) for job in jobs]
+    done, scored = [progress for progress, _ in pairs], [record for _, record in pairs]
+    scores = tuple(record.metrics[task.metric] for record in scored)
+    seconds = sum(progress.seconds for progress in done)
     return Row(
         spec=spec,
         **asdict(point.position),
         score=statistics.fmean(scores),
         score_std=statistics.stdev(scores) if len(scores) > 1 else None,
         scores=scores,
-        validation=statistics.fmean(one.final_validation_score(task.metric, training.patience) for one in done),
-        metrics={name: statistics.fmean(one.metrics[name] for one in scored) for name in scored[0].metrics},
-        metrics_std=_deviations([one.metrics for one in scored]),
+        validation=statistics.fmean(
+            progress.final_validation_score(task.metric, training.patience) for progress in done
+        ),
+        metrics={name: statistics.fmean(record.metrics[name] for record in scored) for name in scored[0].metrics},
+        metrics_std=_deviations([record.metrics for record in scored]),
         learning_rate=training.learning_rate,
         batch_size=training.batch_size,
         sweep=None if sweep is None else _sweep(point.recipe.sweep_settings, sweep),
         **asdict(costs),
-        compute=statistics.fmean(one.history[-1]["compute"] for one in done),
+        compute=statistics.fmean(progress.history[-1]["compute"] for progress in done),
         seconds=seconds / len(done),
-        steps_per_second=sum(one.step for one in done) / max(1e-9, seconds),
-        tokens_per_second=statistics.fmean(one.tokens_per_second for one in done),
-        mfu=statistics.fmean(one.mfu for one in done),
-        peak_memory_bytes=max(one.peak_memory_bytes for one in done),
-        steps=tuple(one.step for one in done),
-        best_steps=tuple(one.best_step for one in done),
-        histories=tuple(one.history for one in done),
+        steps_per_second=sum(progress.step for progress in done) / max(1e-9, seconds),
+        tokens_per_second=statistics.fmean(progress.tokens_per_second for progress in done),
+        mfu=statistics.fmean(progress.mfu for progress in done),
+        peak_memory_bytes=max(progress.peak_memory_bytes for progress in done),
+        steps=tuple(progress.step for progress in done),
+        best_steps=tuple(progress.best_step for progress in done),
+        histories=tuple(progress.history for progress in done),
         details=scored[0].details | ({} if decoding is None else {"decode_ms": decoding}),
     )
 
@@ -276,7 +281,7 @@ def _deviations(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
     """The standard deviation over seeds of each metric; with one seed of none."""
     if len(metrics) < 2:
         return {}
-    return {name: statistics.stdev(one[name] for one in metrics) for name in metrics[0]}
+    return {name: statistics.stdev(of_seed[name] for of_seed in metrics) for name in metrics[0]}
 
 
 def _read(job: Job) -> tuple[Progress, ScoreRecord]:

@@ -81,15 +81,15 @@ class Point:
             raise ConfigError("give at least one attention spec to compare")
         if len({"".join(spec.split()) for spec in specs}) != len(specs):
             raise ConfigError(f"specs must be unique, got {', '.join(specs)}")
-        found = {}
+        costs = {}
         for spec in specs:
             task.check_spec(spec)
             try:
-                found[spec] = ModelCosts.of(empty_model(task, spec, recipe.training.parametrization))
+                costs[spec] = ModelCosts.of(empty_model(task, spec, recipe.training.parametrization))
             except ConfigError as error:
                 raise ConfigError(f"{spec!r} does not fit this model: {error}") from error
             self.training_of(recipe, spec)  # a budget that pays for too few steps
-        return found
+        return costs
 
     def sweep_jobs(self, out: Path) -> list[Job]:
         """Seed 0 of every spec at every learning rate to choose from; none if there is no choice."""

@@ -40,8 +40,8 @@ def fit_matrices(
         on_open: called with the output folder before anything is fitted.
 
     Raises:
-        ConfigError: no matrix, two of one name, a structure that is unknown or does not exist at a size (before anything is
-            fitted), or an unusable folder.
+        ConfigError: no matrix, two of one name, a structure that is unknown or does not exist at a size (before
+            anything is fitted), or an unusable folder.
         DataError: a matrix is not finite.
     """
     from structattn_lab.report.figures.fits import draw  # matplotlib is optional

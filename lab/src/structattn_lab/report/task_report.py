@@ -20,7 +20,8 @@ class TaskReport:
         figures: what draws its figures, by file name; needs matplotlib.
         tables: what makes its tables, by name.
         name_of: the name of a spec in figures.
-        verdict: says in words what a comparison at one setting shows, where that is not which attention is best.
+        verdict: says in words what a comparison at one setting shows, where that is not which attention is
+            best.
         baselines_title: the heading of the baselines.
         baselines_note: what the baselines are, one sentence.
         no_skill_score: the score of a model that has learned nothing, where that is the same for all data.

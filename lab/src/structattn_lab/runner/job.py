@@ -78,21 +78,21 @@ class Job:
         if not (is_finished(self.folder) and (self.folder / WEIGHTS).is_file()):
             return None
         try:
-            found = read_record(self.folder)
-            progress = progress_of(found, self.folder)
+            record = read_record(self.folder)
+            progress = progress_of(record, self.folder)
         except CheckpointError:
             return None  # damaged: ``run`` says so, and makes it again from a checkpoint if it can
         if progress is None:
             return None
         task = self.made_task
-        check_identity(asdict(found), identity_of(task, self.spec, self.training, self.seed), task, self.folder)
-        return replace(found, progress=progress)
+        check_identity(asdict(record), identity_of(task, self.spec, self.training, self.seed), task, self.folder)
+        return replace(record, progress=progress)
 
     @property
     def is_done(self) -> bool:
         """Whether it only has to be read; raises ``CheckpointError`` as ``record``."""
-        found = self.record()
-        return found is not None and not (self.is_scored and self.scores(found) is None)
+        record = self.record()
+        return record is not None and not (self.is_scored and self.scores(record) is None)
 
     def run(
         self,
@@ -136,16 +136,16 @@ class Job:
             return
         result.model.eval()
         metrics, details = task.scores(result.model, with_details=self.seed == 0)
-        found = ScoreRecord(model_sha256=record.model_sha256, metrics=metrics, details=details)
+        scores = ScoreRecord(model_sha256=record.model_sha256, metrics=metrics, details=details)
         remove_temporary(self.folder)  # of a call that was killed here
-        write_atomic(self.folder / _SCORES, signed(asdict(found)))
+        write_atomic(self.folder / _SCORES, signed(asdict(scores)))
 
     def scores(self, record: RunRecord) -> ScoreRecord | None:
         """The scores of a run on the test split; ``None`` if it was not scored, or with other weights, or the file is damaged: then ``run``
         scores it."""
         path = self.folder / _SCORES
         try:
-            found = read_as(ScoreRecord, read_signed(path, _UNSIGNED), str(path))
+            scores = read_as(ScoreRecord, read_signed(path, _UNSIGNED), str(path))
         except CheckpointError:
             return None
-        return found if found.model_sha256 == record.model_sha256 else None
+        return scores if scores.model_sha256 == record.model_sha256 else None

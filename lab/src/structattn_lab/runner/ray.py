@@ -29,7 +29,7 @@ _ANSWER_S = 5.0
 _TICK_S = 0.2
 _LOOK_S = 0.5  # between two checks of a job for a request to stop
 _RESERVE_S = 1.0  # of the time that there is to stop
-# What makes tasks in a process of Ray, which gets several jobs one after the other: the next one finds its data read.
+# What makes tasks in a process of Ray, which gets several jobs in turn: the next job finds its data read.
 _TASKS: dict[str, TaskFactory] = {}
 _RETRIES = 2  # of a job whose machine was lost; it continues from its last checkpoint
 

@@ -79,27 +79,27 @@ def _package(name: str) -> Any:
 def usable_tasks() -> tuple[str, ...]:
     """The names of the tasks, without those of other packages that cannot be imported: a warning says why."""
     extensions.import_modules()
-    found = []
+    usable = []
     for name in TASKS:
         try:
             _package(name)
         except ConfigError as error:
             logger.warning("%s", error)
         else:
-            found.append(name)
-    return tuple(found)
+            usable.append(name)
+    return tuple(usable)
 
 
 def task_class(name: str) -> type[Task]:
     """The class of a task; raises ``ConfigError`` with the nearest name."""
-    found: type[Task] = _package(name).TASK
-    return found
+    kind: type[Task] = _package(name).TASK
+    return kind
 
 
 def presets_of(name: str) -> dict[str, Preset]:
     """The presets of a task by name; raises ``ConfigError`` with the nearest name of a task."""
-    found: dict[str, Preset] = _package(name).PRESETS
-    return found
+    presets: dict[str, Preset] = _package(name).PRESETS
+    return presets
 
 
 def factory_of(name: str) -> TaskFactory:

@@ -325,7 +325,7 @@ def test_appending_moves_nothing() -> None:
     before: list[int] = []
     for step in range(200):
         cache.attend(q[:, :, step : step + 1], k[:, :, step : step + 1], v[:, :, step : step + 1])
-        now = [page.data_ptr() for store, _ in cache._contents.stores() for page in store.pages]
+        now = [page.buffers[0].data_ptr() for store, _ in cache._contents.stores() for page in store.pages]
         assert set(before) <= set(now)
         before = now
     assert cache._contents.keys[0].capacity == 208
@@ -610,4 +610,4 @@ def test_what_is_kept_carries_no_gradient() -> None:
     later = cache.attend(q[:, :, :1], k[:, :, :1], v[:, :, :1])
     (only,) = torch.autograd.grad(later.sum(), q)
     assert bool(only.isfinite().all())
-    assert not cache._contents.keys[0].pages[0].requires_grad
+    assert not cache._contents.keys[0].pages[0].buffers[0].requires_grad

@@ -14,7 +14,7 @@ HOLDERS = {"_kept", "_contents"}  # attributes in which a LevelCache has its con
 
 def holding_files() -> list[Path]:
     """The files whose classes hold numbers or their positions: the contents, and what they are stored in."""
-    return [WRITER, CACHE / "store.py"]
+    return [WRITER, *sorted((CACHE / "storage").glob("*.py"))]
 
 
 def classes(paths: list[Path]) -> Iterator[ast.ClassDef]:
@@ -51,10 +51,10 @@ def attributes(paths: list[Path]) -> set[str]:
     }
 
 
-def writers(path: Path) -> set[str]:
+def writers(paths: list[Path]) -> set[str]:
     """The methods of the stored numbers that change them."""
-    names = {"grow", "write", "write_each"}
-    methods = {node.name for found in classes([path]) for node in found.body if isinstance(node, ast.FunctionDef)}
+    names = {"grow", "set_pages", "write", "write_each", "write_token"}
+    methods = {node.name for found in classes(paths) for node in found.body if isinstance(node, ast.FunctionDef)}
     assert names <= methods
     return names
 
@@ -74,11 +74,14 @@ def changes(source: str, held: set[str], methods: set[str]) -> list[str]:
 
 def test_only_contents_changes_what_a_cache_holds() -> None:
     files = holding_files()
-    held, methods = attributes(files), writers(files[-1])
+    held, methods = attributes(files), writers(files[1:])
     assert {"length", "layout", "keys", "lost", "_mark", "_step"} <= held
     for path in sorted(CACHE.rglob("*.py")):
         if path not in files:
-            assert not changes(path.read_text(), held, methods), path
+            found = changes(path.read_text(), held, methods)
+            if path.name == "native_decode.py":  # what C++ has written over, which only ``Contents.undo`` asks for
+                assert found.pop() == "places[0][0].write_token(places, numbers)"
+            assert not found, path
     # The check knows the writer when it sees one.
     assert len(changes(WRITER.read_text(), held, methods)) > 5
 

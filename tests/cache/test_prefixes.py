@@ -70,7 +70,7 @@ class Machine:
         for number, position, page, slot in self.places(name, past, self.done[name]):
             for level in self.levels:
                 if level.group == number:
-                    level.view[page, :, slot] = self.number(name, position)
+                    level._view[page, :, slot] = self.number(name, position)
         self.computed += count
         self.pages.trim(name, self.done[name])
         self.pages.note(name, self.texts[name][: self.done[name]])
@@ -111,12 +111,12 @@ class Machine:
             if pages.prefixes is not None and done % pages.slots[0]:  # nothing of others behind its last token
                 last = table[0][done // pages.slots[0]]
                 assert not any(
-                    level.view[last, :, done % pages.slots[0] :].any() for level in self.levels if not level.group
+                    level._view[last, :, done % pages.slots[0] :].any() for level in self.levels if not level.group
                 )
             for number, position, page, slot in self.places(name, 0, done):
                 expected = self.number(name, position)
                 assert all(
-                    bool((level.view[page, :, slot] == expected).all())
+                    bool((level._view[page, :, slot] == expected).all())
                     for level in self.levels
                     if level.group == number
                 )

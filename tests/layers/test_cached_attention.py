@@ -183,7 +183,7 @@ def test_hidden_states_carry_no_gradient() -> None:
     x = torch.randn(1, 6, E, dtype=torch.float64)
     for step in range(6):
         attention(x[:, step : step + 1], cache=cache).sum().backward()
-    assert not any(page.requires_grad for store, _ in cache._contents.stores() for page in store.pages)
+    assert not any(page.buffers[0].requires_grad for store, _ in cache._contents.stores() for page in store.pages)
 
 
 def test_mistakes() -> None:

@@ -1,4 +1,4 @@
-"""Attention over what a cache keeps, of which it changes nothing: over dense keys and values, or straight from the pages."""
+"""Attention over what a cache keeps, which it only reads: over dense keys and values, or from the pages."""
 
 from __future__ import annotations
 
@@ -70,14 +70,16 @@ def over_view(q: Tensor, view: KeyValueView, options: ScoreTerms, backend: Backe
 
 
 def why_not_fused(q: Tensor, view: KeyValueView, options: ScoreTerms) -> str | None:
-    """The reason why the fused Triton kernel cannot run a step, as a sentence for the user, or ``None`` when it can."""
+    """The reason why the fused Triton kernel cannot run a step, as a sentence for the user, or ``None`` when
+    it can.
+    """
     if view.latent is not None:
         return "the fused kernel reads keys, and the cache keeps hidden states"
     if options.attn_mask is not None and options.attn_mask.dtype != torch.bool:
         return "the fused kernel takes a bool mask, and this one is added to the scores"
     if len(view.softmaxes) > 1:
         return "the fused kernel computes one softmax, and a global-window layout has two"
-    if any(len(store.pages) > 1 for store in (*view.keys, *(store for store, _ in view.values))):
+    if any(store.num_pages > 1 for store in (*view.keys, *(store for store, _ in view.values))):
         return "the fused kernel needs each level in one page: give the cache a max_length"
     reason = why_not_backend("triton")
     if reason is not None:
@@ -96,7 +98,9 @@ def why_not_fused(q: Tensor, view: KeyValueView, options: ScoreTerms) -> str | N
 
 
 def fused_attention(q: Tensor, view: KeyValueView, options: ScoreTerms) -> Tensor:
-    """As ``decode.attention``, by the fused Triton kernel; raises ``BackendUnavailableError`` where it cannot run."""
+    """As ``decode.attention``, by the fused Triton kernel; raises ``BackendUnavailableError`` where it cannot
+    run.
+    """
     reason = why_not_fused(q, view, options)
     if reason is not None:
         raise BackendUnavailableError(f"backend 'triton' cannot decode this cache: {reason}")
@@ -109,8 +113,8 @@ def fused_attention(q: Tensor, view: KeyValueView, options: ScoreTerms) -> Tenso
     sizes, is_chunked = softmax.layout.block_sizes, softmax.levels[0].chunk_size is not None
     out, lse = triton_cached.decode(
         q,
-        [store.pages[0] for store in view.keys],
-        [store.pages[0] for store, _ in view.values],
+        [buffer for store in view.keys for buffer in store.pages[0].buffers],
+        [buffer for store, _ in view.values for buffer in store.pages[0].buffers],
         starts.to(q.device, non_blocking=True),
         counts.to(q.device, non_blocking=True),
         [store.ring is not None for store in view.keys],

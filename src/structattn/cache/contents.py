@@ -1,10 +1,9 @@
-"""What one layer's cache keeps, by position, and all that changes it: new tokens, going back, and moving rows."""
+"""What one layer's cache keeps, by position, and all that changes it: new tokens, undo, moving rows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, Self
 
@@ -17,7 +16,7 @@ from structattn.cache.decode import KeyValueView
 from structattn.cache.latent import Latent
 from structattn.cache.levels import Level, Softmax, softmaxes_of, value_levels, widest
 from structattn.cache.native_decode import Step
-from structattn.cache.store import TEXT_PAGE_SIZE, Store
+from structattn.cache.storage import TEXT_PAGE_SIZE, Page, Storage
 from structattn.checks import MAX_LENGTH, check_choice, check_size, check_sizes, describe
 from structattn.errors import CacheError, CheckpointError, ConfigError, ShapeError
 from structattn.layout.global_window import Layout
@@ -29,7 +28,7 @@ from structattn.ops.backends import NAMED
 from structattn.ops.checks import autocasted, check_layout
 from structattn.ops.terms import DTYPES, ScoreTerms
 
-# Up to this many new tokens are decoded from the pages, run by run; more are computed as queries of the whole sequence.
+# Up to this many new tokens are decoded from the pages, run by run; more are computed over dense keys.
 _FEW_TOKENS = 16
 
 
@@ -75,19 +74,14 @@ class _Mark:
     Attributes:
         length, layout: of the contents.
         pages: stores that have taken pages since, with the number of those that they had.
-        overwritten: functions that write back numbers that are still wanted and were written over. Within a block tokens go to
-            free slots, so that there are some only where a block is left, or in a ring.
+        overwritten: functions that write back numbers that are still wanted and were written over. Within a
+            block tokens go to free slots, so that there are some only where a block is left, or in a ring.
     """
 
     length: int
     layout: Layout | None
-    pages: list[tuple[Store, int]] = field(default_factory=list)
+    pages: list[tuple[Storage, int]] = field(default_factory=list)
     overwritten: list[Callable[[], object]] = field(default_factory=list)
-
-    def keep(self, page: Tensor, index: Any = ...) -> None:
-        """Copies numbers that are about to be written over."""
-        numbers = page.clone() if index is ... else page[index]  # tensors in an index: a copy
-        self.overwritten.append(partial(page.__setitem__, index, numbers))
 
     def put_back(self) -> None:
         """Writes the numbers back, the last ones first, and gives back the pages."""
@@ -95,20 +89,21 @@ class _Mark:
             for write_back in reversed(self.overwritten):
                 write_back()
         for store, count in self.pages:
-            store.pages = store.pages[:count]
+            store.set_pages(store.pages[:count])
 
 
 class Contents:
     """The numbers that a cache keeps for the tokens so far, and the only class that changes them.
 
-    ``append``, ``attend`` and ``try_step`` add tokens; ``undo`` returns to the last ``set_mark``. The other changes are ``crop``,
-    ``select``, ``reset``, ``restore``, ``set_layout`` and ``set_latent``.
+    ``append``, ``attend`` and ``try_step`` add tokens; ``undo`` returns to the last ``set_mark``. The other
+    changes are ``crop``, ``select``, ``reset``, ``restore``, ``set_layout`` and ``set_latent``.
 
     Args:
         shape: of the tokens.
         layout, window, chunk_size, max_length, page_size, latent: as of ``LevelCache``.
         padding: leading padding tokens of each row, or ``None``.
-        text: where the segments of the layout are those of a text, of which ``set_layout`` tells the new ones.
+        text: where the segments of the layout are those of a text, of which ``set_layout`` tells the new
+            ones.
 
     Attributes:
         length: tokens so far, padding included.
@@ -152,11 +147,11 @@ class Contents:
         if latent is not None:
             dims = [shape.keys[1], latent.num_rstd]
 
-        def store(dim: int, level: Level) -> Store:
+        def store(dim: int, level: Level) -> Storage:
             reserve, size = 0 if max_length is None else level.most_slots(max_length), page_size
             if text is not None and level.number > 1 and level.ring is None:
                 reserve, size = 0, min(page_size, TEXT_PAGE_SIZE, max_length or page_size)
-            return Store(dim, ring=level.ring, longest=level.longest, page_size=size, reserve=reserve)
+            return Storage(dim, ring=level.ring, longest=level.longest, page_size=size, reserve=reserve)
 
         self.keys = [store(dim, level) for dim, level in zip(dims, self.key_levels, strict=False)]
         self.values = [store(level.rank, level) for level in self.value_levels]
@@ -175,7 +170,9 @@ class Contents:
         self.value_levels = value_levels(self.softmaxes, self.layout, self.shape.values[1])
 
     def set_layout(self, layout: LevelLayout) -> None:
-        """The layout from now on: other segments from the next token on, the current ones as they were, one entry per row."""
+        """The layout from now on: other segments from the next token on, the current ones as they were, one
+        entry per row.
+        """
         if layout == self.layout:
             return
         was_uniform = self.is_uniform
@@ -189,12 +186,13 @@ class Contents:
         """Makes keys by this from now on: the same sizes, of another module."""
         self.latent = latent
 
-    def stores(self) -> Iterator[tuple[Store, Level]]:
+    def stores(self) -> Iterator[tuple[Storage, Level]]:
         """All stores with their levels, keys first."""
         yield from zip(self.keys, self.key_levels, strict=True)
         yield from zip(self.values, self.value_levels, strict=True)
 
-    # Rows: one for all where they are at the same positions with the same blocks, else one per row of the batch.
+    # Rows: one for all where they are at the same positions with the same blocks, else one per row of the
+    # batch.
 
     @property
     def is_uniform(self) -> bool:
@@ -240,7 +238,7 @@ class Contents:
             "key_shape": self.shape.keys,
             "value_shape": self.shape.values,
         }
-        return plain, {str(n): torch.cat(store.pages, dim=3) for n, (store, _) in enumerate(self.stores())}
+        return plain, {str(n): store.read_all() for n, (store, _) in enumerate(self.stores())}
 
     def restore(self, plain: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         """Takes over what ``state`` returned.
@@ -278,14 +276,15 @@ class Contents:
                 raise CheckpointError(f"oldest must have {len(rows)} positions for tensor {name}, got {len(firsts)}")
             for first, (row, _, pad) in zip(firsts, rows, strict=True):
                 self._check_held(name, store, level, x.shape[3], first, row, pad)
-            store.pages, store.lost = [x], list(firsts)
+            store.set_pages((store.page_type.of(x),))
+            store.lost = list(firsts)
         if found := next(self._lost(length), None):
             level, needed, first = found
             raise CheckpointError(
                 f"level {level.number} needs the positions from {needed} on, and keeps those from {first} on"
             )
 
-    def _check_held(self, name: str, store: Store, level: Level, slots: int, oldest: int, row: int, pad: int) -> None:
+    def _check_held(self, name: str, store: Storage, level: Level, slots: int, oldest: int, row: int, pad: int) -> None:
         """Raises ``CheckpointError`` unless a tensor has a slot for each position from ``oldest`` on."""
         last = self.length - 1 - pad
         if last < 0:
@@ -298,14 +297,16 @@ class Contents:
         if slots < needed:
             raise CheckpointError(f"tensor {name} has {slots} slots, and {self.length} tokens need {needed}")
 
-    def _oldest(self, store: Store, level: Level, row: int, pad: int) -> int:
-        """The first position of a row from which on all are held: of the current block, or of the last round of a ring."""
+    def _oldest(self, store: Storage, level: Level, row: int, pad: int) -> int:
+        """The first position of a row from which on all are held: of the current block, or of the last round
+        of a ring.
+        """
         last = self.length - 1 - pad
         if last < 0:
             return store.lost[row]
         return max(store.lost[row], level.start(last, row) if store.ring is None else last - store.ring + 1)
 
-    def _grow(self, store: Store, slots: int, like: Tensor) -> None:
+    def _grow(self, store: Storage, slots: int, like: Tensor) -> None:
         """Takes pages for a store until there are ``slots``, which ``undo`` gives back."""
         if slots > store.capacity:
             self._step = None
@@ -342,15 +343,15 @@ class Contents:
             return
         flat = (k.flatten(0, 2), v.flatten(0, 2)) if self.latent is None else (k, v)
         numbers = [x.flatten(0, -2) for x in self._per_store(*flat)]
-        cells: list[Tensor] = []
+        places: list[tuple[Page, int]] = []
         for store, level in self.stores():
             slot = store.slot(position, level.start(position, row))
-            self._grow(store, slot + 1, k if len(cells) < len(self.keys) else v)
+            self._grow(store, slot + 1, k if len(places) < len(self.keys) else v)
             page, place = store.place(slot)
-            cells.append(page.select(2, place))
+            places.append((page, place))
             if self._mark is not None and self._writes_over(store, position, slot):
-                self._mark.keep(cells[-1])
-        torch._foreach_copy_(cells, numbers)
+                self._mark.overwritten.append(page.kept(slice(None), place, 1))
+        self.keys[0].page_type.write_token(places, numbers)
 
     def _append_one(self, k: Tensor, v: Tensor) -> None:
         """One token per row, at different positions."""
@@ -368,8 +369,7 @@ class Contents:
                 lost.append(slot if self._writes_over(store, position, slot) else None)
             self._grow(store, max((slot + 1 for slot in slots if slot is not None), default=0), x)
             if self._mark is not None:
-                for page, index in store.locate(lost):
-                    self._mark.keep(page, index)
+                self._mark.overwritten.extend(store.kept_each(lost))
             store.write_each(x, slots)
 
     def _append_many(self, k: Tensor, v: Tensor) -> None:
@@ -390,12 +390,13 @@ class Contents:
                     if store.ring is None and self.length == self._mark.length:
                         previous = level.start(first - 1, row)  # its block is written over, if it is another
                         end = low if previous == start else min(end, start + first - previous)
-                    for span in store.spans(lost, end, start):
-                        self._mark.keep(span.rows(batch))
+                    self._mark.overwritten.extend(store.kept(batch, lost, end, start))
                 store.write(x[batch, :, low - first :], batch, low, start)
 
-    def _writes_over(self, store: Store, position: int, slot: int) -> bool:
-        """Whether a slot may hold a position that was wanted at the mark: of the block before, or of the round before in a ring."""
+    def _writes_over(self, store: Storage, position: int, slot: int) -> bool:
+        """Whether a slot may hold a position that was wanted at the mark: of the block before, or of the
+        round before in a ring.
+        """
         if store.ring is not None:
             return position >= store.ring
         # Later ones of a block that began since the mark: too many are kept, which changes nothing.
@@ -414,7 +415,8 @@ class Contents:
         return keys + list(v.split([store.dim for store in self.values], dim=-1))
 
     def _next_step(self, k: Tensor, v: Tensor) -> Step | None:
-        """What writes the next token, and attends, in C++; ``None`` where it cannot: rows at several positions, hidden states, or no C++ code.
+        """What writes the next token, and attends, in C++; ``None`` where it cannot: rows at several
+        positions, hidden states, or no C++ code.
 
         Args:
             k, v: the token, (B, G, 1, D) and (B, Gv, 1, V).
@@ -445,7 +447,8 @@ class Contents:
         return self._step
 
     def try_step(self, q: Any, k: Any, v: Any, scale: object, order: Tensor | None) -> Tensor | None:
-        """Marks, appends the next token and returns its attention, if the C++ code has just taken a token like it.
+        """Marks, appends the next token and returns its attention, if the C++ code has just taken a token
+        like it.
 
         Args:
             q, k, v, scale, order: see ``LevelCache.try_step``; they are not checked.
@@ -510,7 +513,9 @@ class Contents:
         return self._over_dense(q, keys, each, layout, options, "reference")
 
     def _is_direct(self, q: Tensor, k: Tensor, v: Tensor, options: ScoreTerms, backend: Backend) -> bool:
-        """Whether new tokens are decoded straight from what is kept: few ones, past the padding, without a gradient."""
+        """Whether new tokens are decoded straight from what is kept: few ones, past the padding, without a
+        gradient.
+        """
         if torch.is_grad_enabled() and (options.needs_gradient or any(x.requires_grad for x in (q, k, v))):
             return False
         makes_keys = self.latent is not None and not self.latent.can_absorb
@@ -557,7 +562,9 @@ class Contents:
         self._mark = _Mark(length=self.length, layout=self.layout)
 
     def undo(self) -> None:
-        """Makes the contents what they were at the mark, from which on tokens were appended and nothing else was done."""
+        """Makes the contents what they were at the mark, from which on tokens were appended and nothing else
+        was done.
+        """
         assert self._mark is not None
         self._mark.put_back()
         if self._mark.pages:
@@ -600,7 +607,9 @@ class Contents:
             )
 
     def _lost(self, length: int) -> Iterator[tuple[Level, int, int]]:
-        """(level, first position that the token after ``length`` tokens may need, oldest kept) where it is kept no longer."""
+        """(level, first position that the token after ``length`` tokens may need, oldest kept) where it is
+        kept no longer.
+        """
         for store, level in self.stores():
             # A word begins with its own token: the next one may belong to the last word.
             may_go_on = self.text is not None and level.number > 1 and self.text.units[level.number - 2] == "word"
@@ -615,7 +624,9 @@ class Contents:
                     yield level, needed, oldest
 
     def runs(self, count: int) -> list[tuple[int, int]]:
-        """New tokens in runs that lie in one block of every level; single ones with a window, whose rings forget."""
+        """New tokens in runs that lie in one block of every level; single ones with a window, whose rings
+        forget.
+        """
         if count == 1:
             return [(0, 1)]
         is_single = any(softmax.slides for softmax in self.softmaxes)
@@ -653,7 +664,7 @@ class Contents:
         """As ``dense_keys``, of the values."""
         return self._dense(v, self.values, self.value_levels)
 
-    def _dense(self, new: Tensor, stores: list[Store], levels: tuple[Level, ...]) -> Tensor:
+    def _dense(self, new: Tensor, stores: list[Storage], levels: tuple[Level, ...]) -> Tensor:
         count, dim = self.length, 0
         past = new.new_zeros((new.shape[0], new.shape[1], count, new.shape[3]))
         for store, level in zip(stores, levels, strict=False):
@@ -672,14 +683,15 @@ class Contents:
     def select(self, indices: Tensor) -> None:
         """Row b becomes row ``indices[b]``."""
         rows, was_uniform = indices.tolist(), self.is_uniform
-        pages = [store.selected(indices) for store, _ in self.stores()]  # all memory is taken before anything changes
+        # All memory is taken before anything changes.
+        selected = [tuple(page.selected(indices) for page in store.pages) for store, _ in self.stores()]
         if self.padding is not None:
             self.padding = tuple(self.padding[row] for row in rows)
         if isinstance(self.layout, LevelLayout):
             self.layout = self.layout.select_rows(rows)
         self.shape = self.shape._replace(batch=len(rows))
-        for (store, _), own in zip(self.stores(), pages, strict=True):
-            store.pages = own
+        for (store, _), pages in zip(self.stores(), selected, strict=True):
+            store.set_pages(pages)
             if not was_uniform:
                 store.lost = [store.lost[row] for row in rows[: 1 if self.is_uniform else None]]
         self._set_levels()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from structattn.cache.latent import Latent
 from structattn.cache.levels import Level, Softmax
-from structattn.cache.store import Store
+from structattn.cache.storage import Storage
 from structattn.ops.terms import ScoreTerms
 
 
@@ -31,8 +31,8 @@ class KeyValueView:
     """
 
     softmaxes: tuple[Softmax, ...]
-    keys: list[Store]
-    values: list[tuple[Store, Level]]
+    keys: list[Storage]
+    values: list[tuple[Storage, Level]]
     latent: Latent | None
     positions: list[tuple[int, int]]
     factors_by_scale: dict[tuple[object, ...], Tensor]
@@ -100,7 +100,7 @@ class Columns:
         return [level.first_needed(at, row) - at + self.count - 1 for row, at in self.positions]
 
     def spans(
-        self, stores: Sequence[Store], level: Level, shared: int | None = None
+        self, stores: Sequence[Storage], level: Level, shared: int | None = None
     ) -> Iterator[tuple[list[Tensor], _Slice | _Scattered]]:
         """The pages of stores of one level, (B, G, d, n) of each, and the columns of their positions.
 
@@ -120,7 +120,10 @@ class Columns:
             start = level.start(at, row)
             for spans in zip(*(x.spans(first, end, start) for x in stores), strict=True):
                 column = spans[0].offset + offset
-                yield [span.rows(slice(None)) for span in spans], _Slice(slice(column, column + spans[0].size))
+                yield (
+                    [span.page.rows(slice(None), span.slot, span.size) for span in spans],
+                    _Slice(slice(column, column + spans[0].size)),
+                )
             return
         sizes = tuple(page.shape[3] for page in store.pages)
         key = level, store.ring, sizes, shared
@@ -129,7 +132,7 @@ class Columns:
         for pages, (size, target) in zip(
             zip(*(x.pages for x in stores), strict=True), self._targets[key], strict=False
         ):
-            yield [page[..., :size] for page in pages], target
+            yield [page.rows(slice(None), 0, size) for page in pages], target
 
     def _scattered(
         self, level: Level, ring: int | None, sizes: Sequence[int], shared: int | None
@@ -201,14 +204,14 @@ def grouped(x: Tensor, groups: int) -> Tensor:
 def _feature_scores(
     q: Tensor,
     softmax: Softmax,
-    stores: Sequence[Store],
+    stores: Sequence[Storage],
     columns: Columns,
     factors: tuple[Sequence[float], Sequence[float]],
 ) -> Tensor:
     """Scaled scores (B, H, T, N) from the keys of each level."""
     per_level, per_count = factors
     batch, heads, tokens = q.shape[:3]
-    groups = stores[0].pages[0].shape[1]
+    groups = stores[0].heads
     total = q.new_zeros((batch, groups, heads // groups * tokens, columns.count))
     for store, level, dims, factor in zip(stores, softmax.levels, softmax.layout.slices, per_level, strict=True):
         query = grouped(q[..., dims] if factor == 1 else q[..., dims] * factor, groups)
@@ -226,7 +229,7 @@ def _feature_scores(
 def _latent_scores(
     q: Tensor,
     softmax: Softmax,
-    stores: Sequence[Store],
+    stores: Sequence[Storage],
     latent: Latent,
     columns: Columns,
     factors: tuple[Sequence[float], Sequence[float]],
@@ -255,7 +258,7 @@ def _latent_scores(
 
 
 def _weights(
-    q: Tensor, view: KeyValueView, softmax: Softmax, stores: Sequence[Store], options: ScoreTerms
+    q: Tensor, view: KeyValueView, softmax: Softmax, stores: Sequence[Storage], options: ScoreTerms
 ) -> tuple[Tensor, Columns]:
     """The weights (B, H, T, N) of one softmax."""
     if softmax.levels not in view.columns:
@@ -289,11 +292,11 @@ def _alike(q: Tensor, view: KeyValueView, options: ScoreTerms) -> Tensor:
         for first, block, of_count in zip(starts, blocks, softmax.layout.score_factors(options.scale)[1], strict=True):
             own, spans = next(queries), next(stores).spans(first, end, block)
             if score is None:
-                score = _joined([torch.bmm(own, span.numbers(q.dtype)) for span in spans])
+                score = _joined([torch.bmm(own, span.page.numbers(span.slot, span.size, q.dtype)) for span in spans])
             else:
                 for span in spans:
                     # Far cheaper for one row than baddbmm; what a level adds changes the scale of the sum so far.
-                    found = torch.bmm(own, span.numbers(q.dtype))
+                    found = torch.bmm(own, span.page.numbers(span.slot, span.size, q.dtype))
                     columns = score.narrow(2, span.offset + first - low, span.size)
                     torch.add(found, columns, alpha=of_count / previous if previous else 1.0, out=columns)
             previous = of_count
@@ -307,7 +310,7 @@ def _alike(q: Tensor, view: KeyValueView, options: ScoreTerms) -> Tensor:
             products = [
                 torch.bmm(
                     weight if span.size == end - low else weight.narrow(2, span.offset + first - low, span.size),
-                    span.numbers(q.dtype).transpose(1, 2),
+                    span.page.numbers(span.slot, span.size, q.dtype).transpose(1, 2),
                 )
                 for span in store.spans(first, end, block)
             ]
@@ -338,7 +341,7 @@ def attention(q: Tensor, view: KeyValueView, options: ScoreTerms) -> Tensor:
     q = q if kind == torch.float64 else q.float()
     if len(view.positions) == 1 and view.latent is None:
         return _alike(q, view, options).to(kind)
-    value_heads = view.values[0][0].pages[0].shape[1]
+    value_heads = view.values[0][0].heads
     stores, out = iter(view.keys), None
     for softmax in view.softmaxes:
         own = view.keys if view.latent is not None else [next(stores) for _ in softmax.levels]

@@ -17,7 +17,7 @@ from structattn.cache.contents import Contents, OtherLatentError, TokenShape
 from structattn.cache.latent import Latent, alike
 from structattn.cache.numbers import Count, new_number
 from structattn.cache.rows import OneLayerCache
-from structattn.cache.store import PAGE_SIZE
+from structattn.cache.storage import PAGE_SIZE
 from structattn.cache.tokens import check_layout_of_call, check_options, checked_padding, checked_shape
 from structattn.checks import check_tensor, check_type, describe, is_int
 from structattn.errors import CacheError, CheckpointError, ConfigError, ShapeError

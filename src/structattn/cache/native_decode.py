@@ -1,4 +1,6 @@
-"""A decoding step in C++: one call writes the token of all levels and attends, where Python would make some sixty."""
+"""A decoding step in C++: one call writes the token of all levels and attends, where Python would make some
+sixty.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor
 
 from structattn.cache.levels import Level, Softmax
-from structattn.cache.store import Store
+from structattn.cache.storage import Storage
 from structattn.layout.scaling import Scaling, score_factors
 from structattn.ops.checks import is_eager, is_plain, is_quiet
 from structattn.ops.native import library
@@ -26,7 +28,8 @@ def is_here(x: Tensor) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _factors(levels: tuple[tuple[tuple[int, ...], Scaling], ...], scale: float | None, dtype: torch.dtype) -> Tensor:
-    """For ranks and scaling of each softmax: what each dimension of a query is multiplied by, and then, for each level, its sum with those before.
+    """For ranks and scaling of each softmax: what each dimension of a query is multiplied by, and then, for
+    each level, its sum with those before.
 
     A level that is added changes the scale of the sum so far: 0 where there is none.
     """
@@ -45,7 +48,8 @@ def _factors(levels: tuple[tuple[tuple[int, ...], Scaling], ...], scale: float |
 
 
 class Step:
-    """What the C++ code reads of a cache whose rows are all at one position: its pages, and how positions lie in them.
+    """What the C++ code reads of a cache whose rows are all at one position: its pages, and how positions lie
+    in them.
 
     It holds until pages are added, moved or taken away.
 
@@ -64,8 +68,8 @@ class Step:
         self,
         softmaxes: Sequence[Softmax],
         chunk_size: int | None,
-        keys: Sequence[tuple[Store, Level]],
-        values: Sequence[tuple[Store, Level]],
+        keys: Sequence[tuple[Storage, Level]],
+        values: Sequence[tuple[Storage, Level]],
         *,
         row: int,
         pad: int,
@@ -74,7 +78,8 @@ class Step:
         v: Tensor,
     ) -> None:
         self._stores, self._row, self._pad = [*keys, *values], row, pad
-        self._pages = [page for store, _ in self._stores for page in store.flat_pages]
+        pages = [page for store, _ in self._stores for page in store.pages]
+        self._pages = [buffer.flatten(0, 1) for page in pages for buffer in page.buffers]
         position = length - pad
         stop = position + 1 if any(level.has_segments for _, level in self._stores) else _NEVER
         plan = [-1, chunk_size or 0, len(softmaxes), *(len(softmax.levels) for softmax in softmaxes)]
@@ -135,7 +140,8 @@ class Step:
         length: int,
         overwritten: list[Callable[[], object]],
     ) -> Tensor | None:
-        """``attend`` without other checks; ``None``, with nothing written, where an argument differs from the last ones in more than its numbers.
+        """``attend`` without other checks; ``None``, with nothing written, where an argument differs from the
+        last ones in more than its numbers.
 
         Args:
             order: of the dimensions of queries and keys, see ``LevelCache.try_step``.
@@ -177,11 +183,12 @@ class Step:
             return
         sizes = [shape.numel() for shape in self._shapes]
         parts = [x.view(shape[0] * shape[1], -1) for x, shape in zip(old.split(sizes), self._shapes, strict=True)]
-        stores = iter(self._stores)
+        stores, places, numbers = iter(self._stores), [], []
         for x in parts:
             first = 0
             while first < x.shape[1]:
                 store, level = next(stores)
-                page, slot = store.place(store.slot(position, level.start(position, self._row)))
-                page.select(2, slot).copy_(x.narrow(1, first, store.dim))
+                places.append(store.place(store.slot(position, level.start(position, self._row))))
+                numbers.append(x.narrow(1, first, store.dim))
                 first += store.dim
+        places[0][0].write_token(places, numbers)

@@ -1,4 +1,4 @@
-"""What the cache of a layer and those of a model share: positions of the next tokens, moving rows, and all layers or none."""
+"""What the cache of a layer and those of a model share: positions, moving rows, and all layers or none."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from structattn.memory import check_memory
 
 
 class CacheRows(ABC):
-    """The rows of a cache; a class says what it keeps of them, and how it takes some of them: every move is a selection."""
+    """The rows of a cache; a class says what it keeps of them, and how it takes some of them: every move is a
+    selection.
+    """
 
     @property
     @abstractmethod
@@ -151,7 +153,9 @@ class Undoable(Protocol):
 
 @contextmanager
 def all_or_nothing(caches: Iterable[Undoable]) -> Iterator[None]:
-    """Within it each cache takes new tokens once. If anything fails, Ctrl-C included, those that have taken them lose them again."""
+    """Within it each cache takes new tokens once. If anything fails, Ctrl-C included, those that have taken
+    them lose them again.
+    """
     lengths = [(cache, cache.length) for cache in caches]
     try:
         yield

@@ -15,7 +15,6 @@ from structattn.cache.decode import KeyValueView
 from structattn.cache.paged.batch import Batch, Chunk, Singles, Tokens
 from structattn.cache.paged.geometry import LayerShape
 from structattn.cache.paged.pages import PagePool
-from structattn.cache.store import Store
 from structattn.errors import CacheError
 from structattn.layout.global_window import Layout
 from structattn.ops.terms import ScoreTerms
@@ -177,8 +176,7 @@ class PagedCache(PackedCache):
         ]
         for level, numbers in zip(self._levels[layer], parts, strict=True):
             where = batch.writes[level.group]
-            heads = torch.arange(len(numbers), device=numbers.device)[:, None]
-            level.view[where.pages, heads, where.slots] = numbers[:, where.tokens].to(level.view.dtype)
+            level.put(where.pages, where.slots, numbers[:, where.tokens])
 
     def _over_past(self, layer: int, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, options: ScoreTerms) -> Tensor:
         """Attention of several tokens that follow others, over dense keys and values: zero where nothing is kept."""
@@ -192,19 +190,18 @@ class PagedCache(PackedCache):
                 held = next(pages)
                 where, count = chunk.kept[held.group]
                 if count:
-                    heads = torch.arange(x.shape[1], device=x.device)[:, None]
-                    found = held.view[where.pages, heads, where.slots]
-                    x[0, :, chunk.past - count : chunk.past, first : first + level.rank] = found.to(x.dtype)
+                    numbers = held.get(where.pages, where.slots)
+                    x[0, :, chunk.past - count : chunk.past, first : first + level.rank] = numbers.to(x.dtype)
                 first += level.rank
         return over_dense(q, dense[0], dense[1], options, layout=shape.layout, window=shape.window)
 
     def _decoded(self, layer: int, singles: Singles, q: Tensor, options: ScoreTerms) -> Tensor:
         """Attention of one token of each of several requests, whose keys and values are in the pages."""
         shape = self.layers[layer]
-        stores = []
-        for (_, level), pages in zip(shape.levels(), self._levels[layer], strict=True):
-            found = pages.read(singles.pages[pages.group])
-            stores.append(Store.of_page(found.transpose(2, 3), ring=level.ring, longest=level.longest))
+        stores = [
+            pages.gathered(singles.pages[pages.group], level)
+            for (_, level), pages in zip(shape.levels(), self._levels[layer], strict=True)
+        ]
         count = len(shape.key_levels)
         kept = KeyValueView(
             softmaxes=shape.softmaxes,

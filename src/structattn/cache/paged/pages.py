@@ -8,8 +8,10 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from structattn.cache.levels import Level
 from structattn.cache.paged.geometry import Group, LayerShape, Part, groups_of, page_numbers
 from structattn.cache.paged.prefixes import PrefixIndex, share_unit
+from structattn.cache.storage import FullPage, Storage
 from structattn.checks import check_size
 from structattn.errors import ConfigError
 
@@ -19,7 +21,6 @@ class LevelPages:
 
     Attributes:
         group: number of its group.
-        view: (pages, heads, slots, dim), to be written to.
         scratch: memory for what is read, which layers share.
     """
 
@@ -27,20 +28,30 @@ class LevelPages:
         self.group, self.scratch = group, scratch
         self._page, self._head, self._first = memory.shape[1], slots * part.dim, slots * part.offset
         size, stride = (len(memory), part.heads, slots, part.dim), (self._page, self._head, part.dim, 1)
-        self.view = memory.as_strided(size, stride, self._first)
+        self._view = memory.as_strided(size, stride, self._first)
         # Every run of numbers as long as the slots of a head: gathered by where it begins, which is several times faster than by page and head.
         self._runs = memory.as_strided((memory.numel() - self._head + 1, self._head), (1, 1))
-        self._heads = self._head * torch.arange(part.heads, device=memory.device)[:, None] + self._first
+        self._each_head = torch.arange(part.heads, device=memory.device)[:, None]
+        self._heads = self._head * self._each_head + self._first
 
-    def read(self, pages: Tensor) -> Tensor:
-        """The slots of pages (B, n), one after the other: (B, heads, n * slots, dim), a copy that lasts until this level is read again."""
+    def put(self, pages: Tensor, slots: Tensor, numbers: Tensor) -> None:
+        """Stores numbers (heads, n, dim) in slots, given by (n,) pages and (n,) slots in them."""
+        self._view[pages, self._each_head, slots] = numbers.to(self._view.dtype)
+
+    def get(self, pages: Tensor, slots: Tensor) -> Tensor:
+        """The numbers in slots, (heads, n, dim), a copy; see ``put``."""
+        return self._view[pages, self._each_head, slots]
+
+    def gathered(self, pages: Tensor, level: Level) -> Storage:
+        """The slots of pages (B, n) as those of one page, in a copy that lasts until this level is read again."""
         where = (pages[:, None] * self._page + self._heads).flatten()
         size = len(where) * self._head
         if self.scratch.numel() < size:  # new memory for every copy takes longer than the copy
             self.scratch.resize_(size)
-        found = self.scratch[:size].view(len(where), -1)
-        torch.index_select(self._runs, 0, where, out=found)
-        return found.view(len(pages), self.view.shape[1], -1, self.view.shape[3])
+        runs = self.scratch[:size].view(len(where), -1)
+        torch.index_select(self._runs, 0, where, out=runs)
+        numbers = runs.view(len(pages), self._view.shape[1], -1, self._view.shape[3]).transpose(2, 3)
+        return Storage.of_page(FullPage(numbers), ring=level.ring, longest=level.longest)
 
 
 class PagePool:

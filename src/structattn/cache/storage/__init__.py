@@ -1,0 +1,7 @@
+"""Where a cache keeps numbers: a ``Storage`` finds slots, a ``Page`` has their numbers."""
+
+from structattn.cache.storage.full import FullPage
+from structattn.cache.storage.page import Page
+from structattn.cache.storage.storage import PAGE_SIZE, TEXT_PAGE_SIZE, PageSpan, Storage
+
+__all__ = ["PAGE_SIZE", "TEXT_PAGE_SIZE", "FullPage", "Page", "PageSpan", "Storage"]

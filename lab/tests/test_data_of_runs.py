@@ -1,4 +1,6 @@
-"""Where the data of a run are: from other folders, after a move; and settings that are refused before anything is trained."""
+"""Where the data of a run are: from other folders, after a move; and settings that are refused before
+anything is trained.
+"""
 
 import json
 import os

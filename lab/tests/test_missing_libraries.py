@@ -1,4 +1,6 @@
-"""What is imported when, and what is said where an optional library is missing: one new process, in which nothing is imported yet."""
+"""What is imported when, and what is said where an optional library is missing: one new process, in which
+nothing is imported yet.
+"""
 
 import subprocess
 import sys
@@ -37,7 +39,8 @@ from structattn.errors import BackendUnavailableError, MissingDependencyError
 
 q = torch.randn(1, 2, 600, 8)
 layout = sa.LevelLayout((4, 4), (512, 64))
-assert torch.equal(sa.structured_attention(q, q, q, layout), sa.structured_attention(q, q, q, layout, backend="blocked"))
+expected = sa.structured_attention(q, q, q, layout, backend="blocked")
+assert torch.equal(sa.structured_attention(q, q, q, layout), expected)
 
 from structattn_lab.tasks.registry import presets_of, recipe_for, task_class, usable_tasks
 

@@ -1,4 +1,6 @@
-"""Every module that ``structattn.studies`` had can still be imported by that name, and is the module of today."""
+"""Every module that ``structattn.studies`` had can still be imported by that name, and is the module of
+today.
+"""
 
 import importlib
 import pickle

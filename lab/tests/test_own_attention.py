@@ -1,4 +1,6 @@
-"""An attention variant of another package, through every command: found by its entry point, or by the module that a variable names."""
+"""An attention variant of another package, through every command: found by its entry point, or by the module
+that a variable names.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ def _nothing_is_known():
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch) -> Path:
-    """An installed package with the variant: a module and its metadata, on the path of this process and of its workers."""
+    """An installed package with the variant: a module and its metadata, on the path of this process and of
+    its workers.
+    """
     folder = tmp_path / "site"
     metadata = folder / "decay_attention-1.0.dist-info"
     metadata.mkdir(parents=True)

@@ -1,4 +1,6 @@
-"""Finished runs and comparisons are read-only: whatever reads them again changes no file, and no model is built to read a record."""
+"""Finished runs and comparisons are read-only: whatever reads them again changes no file, and no model is
+built to read a record.
+"""
 
 import hashlib
 import shutil
@@ -40,7 +42,9 @@ def finished(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def unchanged(finished: Path):
-    """Makes everything read-only, and compares it afterwards, since the owner of a process may write there nevertheless."""
+    """Makes everything read-only, and compares it afterwards, since the owner of a process may write there
+    nevertheless.
+    """
     paths = [finished, *finished.rglob("*")]
     modes = {path: path.stat().st_mode for path in paths}
     for path in paths:
@@ -116,7 +120,8 @@ def test_only_what_is_missing_of_a_comparison_is_made_again(finished: Path, tmp_
     assert after["results.json"] == before["results.json"]
     assert after["report.html"][2] == contents(finished)["comparison/report.html"][2]
     assert (out / "figures").is_dir()
-    # A run that is gone, or its weights, is made again, with the same result; a damaged record is written again.
+    # A run that is gone, or its weights, is made again, with the same result; a damaged record is written
+    # again.
     weights = (first / "model.safetensors").read_bytes()
     rows = read_comparison(out).rows
     (first / "model.safetensors").unlink()

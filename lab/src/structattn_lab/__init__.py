@@ -1,1 +1,3 @@
-"""structattn-lab: tasks, training, comparisons, sweeps, planning and reports for the attention variants of structattn."""
+"""structattn-lab: tasks, training, comparisons, sweeps, planning and reports for the attention variants of
+structattn.
+"""

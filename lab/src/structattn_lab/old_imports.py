@@ -1,4 +1,5 @@
-"""Modules by the names that they had until 0.2: ``structattn.studies.tasks.base`` is ``structattn_lab.tasks.base``.
+"""Modules by the names that they had until 0.2: ``structattn.studies.tasks.base`` is
+``structattn_lab.tasks.base``.
 
 Packages with a task, and modules in ``STRUCTATTN_IMPORT``, may still import them.
 """

@@ -66,7 +66,8 @@ def test_sizes_do_not_depend_on_the_width_under_mup(structure) -> None:
     for quantity in QUANTITIES:
         found = {step: slope for step, slope in slopes[quantity].items() if step != "0"}
         assert set(found) == {"1", "2", "4", "8"}
-        # Under muP blocks and outputs start at 0, and scoring learns from the third step on: before, there is no size.
+        # Under muP blocks and outputs start at 0, and scoring learns from the third step on: before, there is
+        # no size.
         moves = {"scores": 4, "attention": 2, "mlp": 2, "residual": 1, "output": 1}[quantity]
         assert [step for step, slope in found.items() if slope is None] == [s for s in found if int(s) < moves]
         steepest = max((slope for slope in found.values() if slope is not None), key=abs)
@@ -169,8 +170,8 @@ def test_small_models_are_drawn_more_often() -> None:
 
 def test_divergence_is_recorded_and_not_fitted() -> None:
     config = CheckConfig(
-        structures=("standard",), widths=(16, 32), seeds=1, record_steps=(1, 2), learning_rate=1e30, transfer_widths=(16, 32),
-        transfer_rates=(1e-3, 1e30), transfer_steps=3,
+        structures=("standard",), widths=(16, 32), seeds=1, record_steps=(1, 2), learning_rate=1e30,
+        transfer_widths=(16, 32), transfer_rates=(1e-3, 1e30), transfer_steps=3,
     )  # fmt: skip
     row = coordinate_check("standard", "standard", config)
     assert _reread(row) == row

@@ -109,7 +109,9 @@ def law(budget: float, saved: float = 1.0) -> float:
 
 
 def rows(saved: float, noise: float = 0.0) -> list[Row]:
-    """Standard attention, and a method that needs ``saved`` times its compute; the wider model is better from 4e12 on."""
+    """Standard attention, and a method that needs ``saved`` times its compute; the wider model is better from
+    4e12 on.
+    """
     found = []
     for budget, width in itertools.product(BUDGETS, (64, 128)):
         worse = 0.1 if (width == 128) != (budget >= 4e12) else 0.0

@@ -1,4 +1,6 @@
-"""A search: what is trained, what validation chooses, which differences are beyond seed noise, and the page."""
+"""A search: what is trained, what validation chooses, which differences are beyond seed noise, and the
+page.
+"""
 
 import csv
 import itertools
@@ -76,7 +78,9 @@ def test_validation_chooses_and_the_test_does_not() -> None:
 
 @pytest.mark.parametrize("sizes", [(3, 3, 3), (3, 10, 5)])
 def test_critical_differences_are_games_and_howells(sizes: tuple[int, ...]) -> None:
-    """A method that is just so far from the lowest has p = 0.05 in SciPy's test, whatever the spread of a third."""
+    """A method that is just so far from the lowest has p = 0.05 in SciPy's test, whatever the spread of a
+    third.
+    """
     generator = np.random.default_rng(0)
     scores = [
         list(generator.normal(i, spread, n)) for i, (spread, n) in enumerate(zip((0.1, 3.0, 1.0), sizes, strict=True))
@@ -107,7 +111,8 @@ def test_a_search_from_the_command_line(tmp_path: Path, capsys) -> None:
     small = (
         "task.embed_dim=8", "task.num_layers=1", "task.patch_length=8", "training.steps=4", "training.warmup_steps=1",
         "training.eval_every=2", "training.batch_size=8", "learning_rates=1e-3",
-        "variants=h=6: task.horizon=6,h=12: task.horizon=12", "search=look-back=24: task.look_back=24,look-back=48: task.look_back=48",
+        "variants=h=6: task.horizon=6,h=12: task.horizon=12",
+        "search=look-back=24: task.look_back=24,look-back=48: task.look_back=48",
     )  # fmt: skip
     path = tmp_path / "own.csv"
     lines = [f"2020-01-{1 + h // 24:02d} {h % 24:02d}:00,{math.sin(h / 4) + h % 7 / 9}" for h in range(500)]

@@ -1,4 +1,6 @@
-"""Baseline layers against definitions in loops, float64, and as layers of a language model: caches, padding, packing, generation."""
+"""Baseline layers against definitions in loops, float64, and as layers of a language model: caches, padding,
+packing, generation.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ def mla(layer: BaselineLayer, x: Tensor, is_rotated: bool) -> Tensor:
 
 
 def heads_of(layer: BaselineLayer, x: Tensor) -> tuple[list, list, list]:
-    """Queries after their norm and keys before it, (head, token), and values: from the weights of ``Attention``."""
+    """Queries after their norm and keys before it, (head, token), and values: from the weights of
+    ``Attention``.
+    """
     left, right = layer.scoring.matrix.left, layer.scoring.matrix.right
     group = HEADS // layer.num_kv_heads
     queries, keys, values = [], [], []
@@ -227,7 +231,9 @@ def test_outputs_and_gradients_are_those_of_the_definition(spec, definition, num
 @pytest.mark.quick(rate=[0.3])
 @pytest.mark.parametrize("rate", [0.3, 60.0])
 def test_the_gated_delta_rule_by_chunks_is_the_recurrence(rate: float) -> None:
-    """Two full chunks and a part of one, where some of the past is kept, and where products of decays are far below the smallest number."""
+    """Two full chunks and a part of one, where some of the past is kept, and where products of decays are far
+    below the smallest number.
+    """
     layer = made("gated-delta:3,value=5")
     with torch.no_grad():
         layer.log_rate.fill_(math.log(rate))
@@ -409,7 +415,8 @@ def test_where_all_tokens_are_seen_it_is_standard_attention(spec: str, options: 
     assert layer.cost(13).cache_numbers == standard.cost(13).cache_numbers
 
 
-# The spec, and the keys of T that each query is multiplied with in a whole sequence, and those among them that it sees, by their number.
+# The spec, and the keys of T that each query is multiplied with in a whole sequence, and those among them
+# that it sees, by their number.
 COUNTED = [
     ("mla:5,rope=3", lambda T: T, lambda i: i + 1),
     ("recent:5,sinks=2", lambda T: T, lambda i: min(i + 1, 5 + min(2, max(0, i - 4)))),

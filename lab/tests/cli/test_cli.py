@@ -149,7 +149,9 @@ def test_train_then_evaluate(tmp_path: Path, capsys) -> None:
 
 
 def test_what_takes_long_is_shown_while_it_is_done(tmp_path: Path, capsys, monkeypatch) -> None:
-    """Reading the data, scoring, and the baselines of a comparison; a caller of the library sees nothing of it."""
+    """Reading the data, scoring, and the baselines of a comparison; a caller of the library sees nothing of
+    it.
+    """
     monkeypatch.setattr(progress, "_SOON_S", 0.0)
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     arguments = ["compare", "forecast", "--preset", "smoke", "--attention", "standard", "--out", str(tmp_path / "a")]
@@ -316,7 +318,9 @@ def test_an_unwritable_folder_is_named(tmp_path: Path, capsys) -> None:
 
 
 def test_options_are_frozen() -> None:
-    """Whoever adds an option changes this list, on purpose: most belong into a dataclass that --set reaches."""
+    """Whoever adds an option changes this list, on purpose: most belong into a dataclass that --set
+    reaches.
+    """
     task = {"task", "preset", "config", "set", "out", "resume", "data", "time", "target"}
     expected = {
         commands.CompareCommand: task | {"attention", "seeds", "jobs", "widths", "budgets", "ray_address"},
@@ -521,7 +525,9 @@ def test_errors_of_the_system_are_one_line(error: Exception, line: str, capsys, 
 
 
 def test_a_sweep_at_a_small_width_is_part_of_the_results(tmp_path: Path) -> None:
-    """muP transfers the rate: the sweep trains narrower models, in separate folders, and one that diverges is recorded."""
+    """muP transfers the rate: the sweep trains narrower models, in separate folders, and one that diverges is
+    recorded.
+    """
     settings = [
         "learning_rates=1e-2,1e30",
         "sweep_settings=task.embed_dim=16",

@@ -1,4 +1,6 @@
-"""Ctrl-C and SIGTERM at any moment: the right status, no traceback, and a last line with the command that continues; a full disk likewise."""
+"""Ctrl-C and SIGTERM at any moment: the right status, no traceback, and a last line with the command that
+continues; a full disk likewise.
+"""
 
 import errno
 import json
@@ -29,7 +31,8 @@ COMPARE = ["compare", "nearest-neighbor", "--attention", "standard:1", "bilinear
 DATA = ["data", "prepare", "text", "--source", "text.txt", "--document-start", "#"]
 FIT = ["fit", "gaussian", "--size", "8", "--structures", "btt:1", "lowrank:2"]
 
-# Runs the command line in a process of its own, which sends itself a signal: when a module is about to be imported, or a file written.
+# Runs the command line in a process of its own, which sends itself a signal: when a module is about to be
+# imported, or a file written.
 AT = """
 import os, signal, sys
 from pathlib import Path

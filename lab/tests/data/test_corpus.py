@@ -185,7 +185,9 @@ def test_damage_is_named(tmp_path, damage) -> None:
 
 
 def test_a_manifest_without_a_signature_is_not_believed(tmp_path) -> None:
-    """Version 0.1.0 did not sign its manifests: whatever is in them is refused with a sentence, and nothing else is read."""
+    """Version 0.1.0 did not sign its manifests: whatever is in them is refused with a sentence, and nothing
+    else is read.
+    """
     out = tmp_path / "corpus"
     prepare(config_of(folder_of(tmp_path, texts(40))), out, show_progress=False)
     (tmp_path / "train-00000.tokens").write_bytes((out / "train-00000.tokens").read_bytes())
@@ -441,7 +443,9 @@ def test_a_corpus_of_many_shards_keeps_no_file_open(tmp_path) -> None:
 
 
 def test_a_failed_call_leaves_nothing_in_the_way(tmp_path, monkeypatch) -> None:
-    """An error in a document removes all files; where reading stops, the written files stay, and `--resume` continues."""
+    """An error in a document removes all files; where reading stops, the written files stay, and `--resume`
+    continues.
+    """
     path, out = tmp_path / "a.jsonl", tmp_path / "corpus"
     documents = texts(60)
     good = "".join(json.dumps({"text": text}) + "\n" for text in documents)
@@ -513,7 +517,10 @@ def test_unknown_characters(tmp_path) -> None:
     folder = folder_of(tmp_path, documents)
     with pytest.raises(
         DataError,
-        match=r"0030.txt: expected newlines and printable ASCII, got '\u00e9' \(U\+00E9\) in line 1, column 6.*--tokens bytes.*--unknown drop",
+        match=(
+            r"0030.txt: expected newlines and printable ASCII, got '\u00e9' \(U\+00E9\) in line 1, column 6.*--tokens "
+            r"bytes.*--unknown drop"
+        ),
     ):
         prepare(config_of(folder), tmp_path / "error", show_progress=False)
     prepare(config_of(folder, unknown="drop"), tmp_path / "drop", show_progress=False)

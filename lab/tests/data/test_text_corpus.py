@@ -1,4 +1,6 @@
-"""The text task on prepared corpora: documents do not know of each other, and scores count alike for any tokens."""
+"""The text task on prepared corpora: documents do not know of each other, and scores count alike for any
+tokens.
+"""
 
 import json
 import math
@@ -205,7 +207,9 @@ def test_documents_of_one_token_leave_nothing_to_score(tmp_path, longer) -> None
 
 
 def test_a_run_does_not_go_on_with_other_data(tmp_path: Path, capsys) -> None:
-    """A text that was replaced at the same path, of the same length and alphabet, is noticed by its content."""
+    """A text that was replaced at the same path, of the same length and alphabet, is noticed by its
+    content.
+    """
     text = tmp_path / "text.txt"
     text.write_text("abcd efgh\n" * 200)
     settings = [f"task.{name}={value}" for name, value in TINY.items()]

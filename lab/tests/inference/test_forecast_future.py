@@ -1,4 +1,6 @@
-"""Forecasts of the future: the same values as in the scores of a comparison, intervals, dates, and one clear line for every mistake."""
+"""Forecasts of the future: the same values as in the scores of a comparison, intervals, dates, and one clear
+line for every mistake.
+"""
 
 import dataclasses
 import hashlib
@@ -87,7 +89,9 @@ def task(finished) -> ForecastTask:
 
 @pytest.mark.parametrize("row", [*SPECS, *BASELINES])
 def test_forecasts_are_those_of_the_scores(finished, task, row) -> None:
-    """From the data up to any test window, every row forecasts what its score in the comparison was computed from."""
+    """From the data up to any test window, every row forecasts what its score in the comparison was computed
+    from.
+    """
     record, values = read_comparison(finished), table()[["a", "b"]].to_numpy().T
     chosen = choose(finished, row, None)
     starts = task.data.channels[0].starts("test")

@@ -1,4 +1,6 @@
-"""A plan is held to what really happens: saved tensors, allocations, the optimiser's state, the cache's bytes, counted FLOPs."""
+"""A plan is held to what really happens: saved tensors, allocations, the optimiser's state, the cache's
+bytes, counted FLOPs.
+"""
 
 import math
 from dataclasses import replace
@@ -78,7 +80,9 @@ def saved_bytes(model: sa.LanguageModel, batch: int, precision: str) -> int:
 
 
 class Checkpointed(torch.nn.Module):
-    """A block whose checkpoint shows what it keeps to ``saved_tensors_hooks``, as the one without reentrance does not."""
+    """A block whose checkpoint shows what it keeps to ``saved_tensors_hooks``, as the one without reentrance
+    does not.
+    """
 
     def __init__(self, block: TransformerBlock) -> None:
         super().__init__()
@@ -151,7 +155,9 @@ def test_activation_checkpointing_keeps_the_inputs_of_blocks(spec: str) -> None:
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize(("spec", "vocab"), [("standard", VOCAB), ("bilinear-btt:1", VOCAB), ("mlr:20|10|10", 4096)])
 def test_the_highest_point_of_a_step(spec: str, vocab: int, checkpointing: bool) -> None:
-    """All allocations of a forward and backward pass; the few gradients of weights that are there by then are not in the form."""
+    """All allocations of a forward and backward pass; the few gradients of weights that are there by then are
+    not in the form.
+    """
     wanted = request(spec, vocab_size=vocab, num_layers=3, context_length=640)
     model = model_of(wanted)
     found = activations(model, "float32", device="cpu")

@@ -1,4 +1,6 @@
-"""Sequences that are divided among GPUs: bytes against closed forms and what the library counts, memory against the plan of a part."""
+"""Sequences that are divided among GPUs: bytes against closed forms and what the library counts, memory
+against the plan of a part.
+"""
 
 from dataclasses import replace
 

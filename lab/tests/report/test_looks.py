@@ -1,4 +1,6 @@
-"""What a reader sees in pictures of the reports: names that do not cross, numbers on axes, letters of one size, tables that fit."""
+"""What a reader sees in pictures of the reports: names that do not cross, numbers on axes, letters of one
+size, tables that fit.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def recorded(task: str) -> ComparisonRecord:
 
 
 def test_names_of_baselines_do_not_cross() -> None:
-    """Those of the recorded comparison are at 0.68 and 0.75 of its axis, on both sides of what was the boundary of two directions."""
+    """Those of the recorded comparison are at 0.68 and 0.75 of its axis, on both sides of what was the
+    boundary of two directions.
+    """
     drawing = draw_scores(recorded("icl-regression"))
     assert drawing is not None
     names = drawing[0].axes[0].texts

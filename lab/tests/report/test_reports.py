@@ -1,4 +1,6 @@
-"""The table, the verdict, the figures and the page, on recorded comparisons: those of the files next to this one, with their commands."""
+"""The table, the verdict, the figures and the page, on recorded comparisons: those of the files next to this
+one, with their commands.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Single runs of a comparison: worker processes, what a killed one leaves behind, and scores that are found once."""
+"""Single runs of a comparison: worker processes, what a killed one leaves behind, and scores that are found
+once.
+"""
 
 import json
 import os

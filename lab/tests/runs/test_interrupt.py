@@ -1,4 +1,6 @@
-"""Ctrl-C, SIGTERM and killed workers: everything ends soon, nothing new begins, and the line that is printed continues the work."""
+"""Ctrl-C, SIGTERM and killed workers: everything ends soon, nothing new begins, and the line that is printed
+continues the work.
+"""
 
 import os
 import shlex
@@ -188,7 +190,8 @@ def test_a_failed_run_is_one_line_that_names_its_log(tmp_path: Path) -> None:
 
 def test_a_process_that_comes_to_no_step_ends_nevertheless() -> None:
     code = (
-        "import signal, sys, threading, time; from structattn_lab.runs import interrupt; interrupt.GRACE_S[signal.SIGTERM] = 0.3\n"
+        "import signal, sys, threading, time; from structattn_lab.runs import interrupt; "
+        "interrupt.GRACE_S[signal.SIGTERM] = 0.3\n"
         "with interrupt.handled(lambda number: print('continue', number, flush=True)), interrupt.at_steps():\n"
         "    print('ready', flush=True)\n"
         "    while True: time.sleep(1)"

@@ -1,4 +1,6 @@
-"""Output folders: nothing of another command, of other settings, or of the user's is overwritten, also not by two at once."""
+"""Output folders: nothing of another command, of other settings, or of the user's is overwritten, also not by
+two at once.
+"""
 
 import json
 import os
@@ -45,7 +47,7 @@ def test_a_comparison_is_continued_as_what_it_was_begun(tmp_path: Path, capsys) 
         "this is structattn compare icl-regression": ["compare", "icl-regression", "--preset", "smoke", "--resume"],
         "training.learning_rate = 0.02, now 0.5": [*COMPARE, "--resume", "--set", "training.learning_rate=0.5"],
         "task.dim = 8, now 4": [*COMPARE, "--resume", "--set", "task.dim=4"],
-        "holds the results of structattn compare nearest-neighbor, this is structattn train nearest": [*TRAIN, "--resume"],
+        "results of structattn compare nearest-neighbor, this is structattn train nearest": [*TRAIN, "--resume"],
         "this is structattn mup check": ["mup", "check", "--quick"],
         "this is structattn fit": ["fit", "hadamard", "--size", "8", "--structures", "lowrank:1"],
     }  # fmt: skip

@@ -1,4 +1,6 @@
-"""Sweeps: the grammar of parameters, the numbers of a single run, what goes wrong, and going on after a kill."""
+"""Sweeps: the grammar of parameters, the numbers of a single run, what goes wrong, and going on after a
+kill.
+"""
 
 import dataclasses
 import json
@@ -87,7 +89,10 @@ def test_every_task_can_be_swept(task: str) -> None:
         ("standard,mlr:8|8,values=8|8", ["standard", "mlr:8|8,values=8|8"]),
         ("mlr:8|8,scaling=paper,values=8|8,window:4", ["mlr:8|8,scaling=paper,values=8|8", "window:4"]),
         ("[standard,window:4],mlr:8|8", ["[standard,window:4]", "mlr:8|8"]),
-        ("mlr:8|8,[mlr:8|8,scaling=paper,window:4],standard", ["mlr:8|8", "[mlr:8|8,scaling=paper,window:4]", "standard"]),
+        (
+            "mlr:8|8,[mlr:8|8,scaling=paper,window:4],standard",
+            ["mlr:8|8", "[mlr:8|8,scaling=paper,window:4]", "standard"],
+        ),
         ("bilinear-btt:1+mlr:8|8 , standard:1", ["bilinear-btt:1+mlr:8|8", "standard:1"]),
     ],
 )  # fmt: skip
@@ -362,7 +367,8 @@ def test_processes_give_the_numbers_of_one_and_the_history_of_trials_is_replayed
     assert [trial["score"] for trial in trials[1]] == [
         pytest.approx(trial["score"], rel=SAME_MODEL) for trial in trials[0]
     ]
-    # Values that Optuna would not propose, such as of trials that ended in another order: they are kept, and new ones are others.
+    # Values that Optuna would not propose, such as of trials that ended in another order: they are kept, and
+    # new ones are others.
     path = there / "runs" / "trial-0002" / "trial.json"
     record = json.loads(path.read_text())
     path.write_text(json.dumps(record | {"params": record["params"] | {"training.learning_rate": 0.005}}))

@@ -1,4 +1,6 @@
-"""The Chronos task: synthetic series, scores against their definition, data that do not leak, training that resumes and reloads."""
+"""The Chronos task: synthetic series, scores against their definition, data that do not leak, training that
+resumes and reloads.
+"""
 
 import math
 from dataclasses import replace

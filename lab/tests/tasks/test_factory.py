@@ -1,4 +1,6 @@
-"""What makes tasks: once for each of their settings, in each process; and what a comparison says of its runs."""
+"""What makes tasks: once for each of their settings, in each process; and what a comparison says of its
+runs.
+"""
 
 import pickle
 from dataclasses import replace

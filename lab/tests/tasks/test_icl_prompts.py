@@ -71,7 +71,9 @@ def test_isotropic_moments() -> None:
 
 
 def test_skewed_spectrum() -> None:
-    """The covariance within a prompt has eigenvalues d i^-2 / sum j^-2; over prompts, every direction is alike."""
+    """The covariance within a prompt has eigenvalues d i^-2 / sum j^-2; over prompts, every direction is
+    alike.
+    """
     dim, points = 5, 4000
     xs = prompts(covariates="skewed").draw(generator(0), 300, points, dim, dtype=torch.float64).xs
     covariances = xs.mT @ xs / points
@@ -203,7 +205,9 @@ def test_noise() -> None:
 @pytest.mark.parametrize("covariates", BOTH)
 @pytest.mark.parametrize("function", NAMES)
 def test_dead_coordinates(function: str, covariates: str) -> None:
-    """They are zero and y comes from the live ones: with the same stream, the prompts are those of fewer dimensions."""
+    """They are zero and y comes from the live ones: with the same stream, the prompts are those of fewer
+    dimensions.
+    """
     p = prompts(function, covariates=covariates)
     padded = p.draw(generator(5), 50, 6, 9, live=2)
     small = p.draw(generator(5), 50, 6, 2)

@@ -1,4 +1,6 @@
-"""The in-context regression task: its curriculum, scores, baselines and cost, against definitions by loops."""
+"""The in-context regression task: its curriculum, scores, baselines and cost, against definitions by
+loops.
+"""
 
 import dataclasses
 import json

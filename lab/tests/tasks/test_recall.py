@@ -1,4 +1,6 @@
-"""The recall task: its sequences and scores against definitions by loops, and models that know the answer or guess."""
+"""The recall task: its sequences and scores against definitions by loops, and models that know the answer or
+guess.
+"""
 
 import json
 import math
@@ -46,7 +48,9 @@ def in_single_tokens(row: list[int], words: Vocabulary) -> list[int]:
 
 
 class Oracle(nn.Module):
-    """Logits (B, T, V) from the definition: after a token that came before, the token that followed it the first time."""
+    """Logits (B, T, V) from the definition: after a token that came before, the token that followed it the
+    first time.
+    """
 
     def __init__(self, words: Vocabulary) -> None:
         super().__init__()

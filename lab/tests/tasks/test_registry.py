@@ -1,4 +1,6 @@
-"""Tasks by name: one from outside the package works in every command, and nothing but its folder knows its name."""
+"""Tasks by name: one from outside the package works in every command, and nothing but its folder knows its
+name.
+"""
 
 from __future__ import annotations
 

@@ -144,7 +144,10 @@ def test_the_packaged_text_is_cut_between_documents() -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"ok\nna\xc3\xafve and \xe2\x80\x9cquotes\xe2\x80\x9d" + b"x" * 400, r"got 'ï' \(U\+00EF\) in line 2, column 3 \(and 2 other"),
+        (
+            b"ok\nna\xc3\xafve and \xe2\x80\x9cquotes\xe2\x80\x9d" + b"x" * 400,
+            r"got 'ï' \(U\+00EF\) in line 2, column 3 \(and 2 other",
+        ),
         (b"a\n\n\tb" + b"x" * 400, r"got '\\t' \(U\+0009\) in line 3, column 1\. Replace"),
         (b"", "got an empty file"),
         (b"\xff\xfe", "got an empty file"),

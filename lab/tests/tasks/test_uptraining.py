@@ -1,4 +1,6 @@
-"""Uptraining: students are made from a teacher, learn from it, and come out as a checkpoint of transformers."""
+"""Uptraining: students are made from a teacher, learn from it, and come out as a checkpoint of
+transformers.
+"""
 
 import dataclasses
 import json
@@ -106,7 +108,9 @@ def test_a_window_hides_what_is_behind_it(task) -> None:
 
 
 def test_what_is_learned(task) -> None:
-    """First the outputs of attention from the teacher's inputs, then the text and the teacher's predictions."""
+    """First the outputs of attention from the teacher's inputs, then the text and the teacher's
+    predictions.
+    """
     batch = task.batch(0, 0, 2)
     assert torch.equal(batch["tokens"], task.batch(0, 0, 2)["tokens"])
     same, other = task.build_model("unchanged"), task.build_model("mlr:8|8")
@@ -330,7 +334,9 @@ def test_a_killed_run_ends_with_the_same_weights(trained, tmp_path) -> None:
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory) -> dict:
-    """A Llama with heads of 64 dimensions and 128 positions, its tokenizer, and a text of documents that begin with PEP."""
+    """A Llama with heads of 64 dimensions and 128 positions, its tokenizer, and a text of documents that
+    begin with PEP.
+    """
     root = tmp_path_factory.mktemp("wide")
     text = "".join(f"PEP: {n}\n" + " ".join(f"word{(n * k) % 37} of {k}" for k in range(60)) + "\n" for n in range(60))
     torch.manual_seed(0)

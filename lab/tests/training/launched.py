@@ -1,4 +1,6 @@
-"""Trains under a launcher: forks of one process that has imported everything, as many as asked for, each list of jobs in new ones."""
+"""Trains under a launcher: forks of one process that has imported everything, as many as asked for, each list
+of jobs in new ones.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,9 @@ def run(jobs):
         try:
             task = Stopping(task_type.config_class(**job["settings"]))
             own = job["training_of"].get(os.environ["RANK"], {})
-            done = train(task, job["spec"], TrainingConfig(**job["training"] | own), seed=0, run_dir=Path(job["folder"]),
-                         resume=True, show_progress=False)
+            config = TrainingConfig(**job["training"] | own)
+            folder = Path(job["folder"])
+            done = train(task, job["spec"], config, seed=0, run_dir=folder, resume=True, show_progress=False)
             result = {"history": done.progress.history, "test": done.evaluate("test")}
         except KeyboardInterrupt:
             pass
@@ -46,7 +49,8 @@ def run(jobs):
 
 def start(rank, world, port, jobs):
     if (process := os.fork()) == 0:
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world), "RANK": str(rank)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ |= {"WORLD_SIZE": str(world), "RANK": str(rank)}
         os.environ |= {"LOCAL_WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "TORCHELASTIC_RUN_ID": "forks"}
         run(jobs)
         sys.stderr.flush()
@@ -71,8 +75,8 @@ for world, jobs in json.loads(sys.argv[1]):
 def job(
     folder: Path, task: str, spec: str, settings: dict[str, Any], training: dict[str, Any], **options: Any
 ) -> dict[str, Any]:
-    """A training. ``stops_at`` is a step at which it is interrupted, or at which the process ``killed`` gets a signal; ``fsdp`` shards the weights;
-    ``training_of`` are other settings of single processes."""
+    """A training. ``stops_at`` is a step at which it is interrupted, or at which the process ``killed`` gets
+    a signal; ``fsdp`` shards the weights; ``training_of`` are other settings of single processes."""
     found = {"folder": str(folder), "task": task, "spec": spec, "settings": settings, "training": training}
     return (
         found | {"fsdp": False, "stops_at": None, "killed": None, "signal": signal.SIGKILL, "training_of": {}} | options
@@ -80,7 +84,9 @@ def job(
 
 
 def launch(folder: Path, *lists: tuple[int, list[dict[str, Any]]], seconds: float = 240) -> str:
-    """Runs lists of jobs, each with its number of processes, one after the other; what they write to standard error."""
+    """Runs lists of jobs, each with its number of processes, one after the other; what they write to standard
+    error.
+    """
     script = folder / "worker.py"
     script.write_text(_WORKER)
     done = subprocess.run(
@@ -96,6 +102,8 @@ def launch(folder: Path, *lists: tuple[int, list[dict[str, Any]]], seconds: floa
 
 
 def result(of: dict[str, Any], rank: int = 0) -> dict[str, Any]:
-    """What a process has of a job: its history and test scores, or its error; empty where it was interrupted."""
+    """What a process has of a job: its history and test scores, or its error; empty where it was
+    interrupted.
+    """
     found: dict[str, Any] = json.loads(Path(f"{of['folder']}.{rank}.json").read_text())
     return found

@@ -1,4 +1,6 @@
-"""Models as training builds them: with the scaling of a parametrisation, and compiled where that is possible."""
+"""Models as training builds them: with the scaling of a parametrisation, and compiled where that is
+possible.
+"""
 
 import pytest
 

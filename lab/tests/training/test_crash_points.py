@@ -1,4 +1,6 @@
-"""A kill at any file operation of a run, of a comparison or of a corpus: it continues automatically to the same result."""
+"""A kill at any file operation of a run, of a comparison or of a corpus: it continues automatically to the
+same result.
+"""
 
 import dataclasses
 import os
@@ -35,7 +37,9 @@ class Killed(BaseException):
 
 
 class _Disk:
-    """Counts what changes files below a folder, and kills at one of these operations: before it, or when a file has a part of its bytes."""
+    """Counts what changes files below a folder, and kills at one of these operations: before it, or when a
+    file has a part of its bytes.
+    """
 
     def __init__(self) -> None:
         self.root, self.at, self.count = "", None, 0
@@ -69,7 +73,9 @@ class _Disk:
         raise Killed
 
     def run(self, root: Path, work: Callable[[], object], at: float | None = None) -> list[float]:
-        """Does it, up to an operation if one is given; where it can be killed: before each operation, or in the middle of a write."""
+        """Does it, up to an operation if one is given; where it can be killed: before each operation, or in
+        the middle of a write.
+        """
         self.root, self.at, self.count, self.writes = str(root), at, 0, []
         try:
             work()

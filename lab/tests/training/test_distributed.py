@@ -1,4 +1,6 @@
-"""One model on several processes, sharded or not, and in several passes: the losses of one process and one pass."""
+"""One model on several processes, sharded or not, and in several passes: the losses of one process and one
+pass.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +46,9 @@ TRAINING = {
     "gradient_clip": 0.5,
 }
 STOPPED_AT = 7
-# Trains lists of jobs, one list after the other, each in new processes; some die in the middle of a step, some are only stopped.
-# With RANK, as a launcher sets it, this is one of the processes; without it, it starts two, which are forks that need no import.
+# Trains lists of jobs, one list after the other, each in new processes; some die in the middle of a step,
+# some are only stopped. With RANK, as a launcher sets it, this is one of the processes; without it, it starts
+# two, which are forks that need no import.
 _WORKER = """
 import json, os, socket, sys
 from pathlib import Path
@@ -112,7 +115,9 @@ def job(folder: Path, fsdp: bool = False, stops_at: int | None = None, dies: boo
 
 
 def on_two_processes(root: Path, *lists: list[dict]) -> list[list]:
-    """Trains; for each job that ends how many processes there were, and the numbers that one of them held of the model."""
+    """Trains; for each job that ends how many processes there were, and the numbers that one of them held of
+    the model.
+    """
     process = started(root, [], lists)
     out, errors = process.communicate()
     assert process.returncode == 0, errors

@@ -1,4 +1,6 @@
-"""``training.context_parallel``: the losses of one process, checkpoints for any number of them, and one line where one is lost."""
+"""``training.context_parallel``: the losses of one process, checkpoints for any number of them, and one line
+where one is lost.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ class Runs:
         return job(self.folder / f"{kind}, {name}", task, spec, settings, wanted, **options)
 
     def same(self, kind: str, name: str, count: int) -> None:
-        """Every process has the losses and scores of one, at each of 20 steps; which of two equal logits is the answer is left to rounding."""
+        """Every process has the losses and scores of one, at each of 20 steps; which of two equal logits is
+        the answer is left to rounding.
+        """
 
         def scores(entry: dict[str, float]) -> dict[str, float]:
             return {key: value for key, value in entry.items() if "accuracy" not in key}

@@ -1,4 +1,6 @@
-"""Checks of muP: activation sizes against width after a few steps, and the best learning rate against width."""
+"""Checks of muP: activation sizes against width after a few steps, and the best learning rate against
+width.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +46,8 @@ class CheckConfig:
         record_steps: after which training steps sizes are measured; the last one ends the training.
         learning_rate: of the coordinate check, that of matrices with ``base_width`` inputs.
         base_width: the fan-in at which muP and the standard parametrisation use the same rate for matrices.
-        seeds: draws of the initial weights at the largest width; the data are the same. Smaller models differ more between draws
-            and cost less: ``draws`` gives their number.
+        seeds: draws of the initial weights at the largest width; the data are the same. Smaller models differ
+            more between draws and cost less: ``draws`` gives their number.
         transfer_widths: of the transfer check; empty to leave it out.
         transfer_rates: learning rates tried, at ``base_width``.
         transfer_steps: training steps of one run of it.
@@ -97,7 +99,9 @@ class CheckConfig:
                 _check_exists(self.problem, text, width)
 
     def draws(self, width: int) -> int:
-        """Draws of the initial weights at a width: ``seeds`` times the ratio of the largest width to it, at most 8 times as many."""
+        """Draws of the initial weights at a width: ``seeds`` times the ratio of the largest width to it, at
+        most 8 times as many.
+        """
         return self.seeds * max(1, min(8, self.widths[-1] // width))
 
     @property
@@ -142,7 +146,9 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def cost(width: int, steps: int) -> int:
-    """The share of a run in the progress bar: a training step costs about the square of its width and some overhead."""
+    """The share of a run in the progress bar: a training step costs about the square of its width and some
+    overhead.
+    """
     return steps * (width**2 + 128**2)
 
 
@@ -223,7 +229,8 @@ def _plain(value: Any) -> Any:
 def transfer_check(
     structure: str, parametrization: Parametrization, config: CheckConfig, tick: Tick = _no_tick
 ) -> Transfer:
-    """Trains at every width with every learning rate on the same two batches in turn, so that a few steps are enough to learn.
+    """Trains at every width with every learning rate on the same two batches in turn, so that a few steps are
+    enough to learn.
 
     Args:
         structure, parametrization, config, tick: see ``coordinate_check``.

@@ -1,4 +1,6 @@
-"""The models of the muP check: one attention variant at many widths, a small regression model, and probes of its activations."""
+"""The models of the muP check: one attention variant at many widths, a small regression model, and probes of
+its activations.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ QUANTITIES = {
 
 
 def apportioned(shares: Sequence[int], total: int) -> tuple[int, ...]:
-    """Positive ints in the proportions of ``shares`` that sum to ``total``; where it does not divide, the nearest ones.
+    """Positive ints in the proportions of ``shares`` that sum to ``total``; where it does not divide, the
+    nearest ones.
 
     Raises:
         ConfigError: fewer than one for each.
@@ -62,9 +65,9 @@ def apportioned(shares: Sequence[int], total: int) -> tuple[int, ...]:
 class Growing:
     """One attention variant at every width: ranks grow in proportion to the head dimension.
 
-    The ranks of a layout, those of its values, and the ranks of bilinear MLR (which in the paper sum to the head dimension) are
-    read as proportions: ``mlr:4|2|1|1`` is ``mlr:16|8|4|4`` in heads of 32. The other numbers of a spec are unchanged: the rank of a BTT,
-    windows, blocks.
+    The ranks of a layout, those of its values, and the ranks of bilinear MLR (which in the paper sum to the
+    head dimension) are read as proportions: ``mlr:4|2|1|1`` is ``mlr:16|8|4|4`` in heads of 32. The other
+    numbers of a spec are unchanged: the rank of a BTT, windows, blocks.
 
     Args:
         spec: the variant, or one per layer.
@@ -108,17 +111,20 @@ def _grown(spec: AttentionSpec, width: int, num_heads: int) -> AttentionSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class SmallProblem:
-    """The small training problem: in-context regression, its data, and the model except its width and attention.
+    """The small training problem: in-context regression, its data, and the model except its width and
+    attention.
 
     Args:
-        num_heads: the same at every width, so that the head dimension grows. Few, so that heads are large: the effect of their initial random
-            scores on attention decreases like 1 / sqrt(head dimension), and would appear as a slope.
+        num_heads: the same at every width, so that the head dimension grows. Few, so that heads are large:
+            the effect of their initial random scores on attention decreases like 1 / sqrt(head dimension),
+            and would appear as a slope.
         num_layers: blocks.
         dim: d of the inputs.
         num_points: pairs in a prompt, 2 tokens each.
         batch_size: prompts in a batch.
-        mean: of every input coordinate. With a mean, the values that attention sums do not cancel, and few tokens average little: so
-            the sharpness of the initial random scores, which depends on the width, has little effect.
+        mean: of every input coordinate. With a mean, the values that attention sums do not cancel, and few
+            tokens average little: so the sharpness of the initial random scores, which depends on the width,
+            has little effect.
     """
 
     num_heads: int = 2
@@ -142,7 +148,8 @@ class SmallProblem:
     def build(self, structure: Growing, width: int, parametrization: Parametrization, seed: int) -> ICLRegressor:
         """The model with fresh weights, a pure function of the arguments.
 
-        ``"standard"``: every matrix, outputs too, from a normal of 1/sqrt(fan-in), and scores scaled by the root of their dimension.
+        ``"standard"``: every matrix, outputs too, from a normal of 1/sqrt(fan-in), and scores scaled by the
+        root of their dimension.
 
         Raises:
             ConfigError: the structure does not exist at that width.
@@ -197,7 +204,9 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch)
 
 @torch.no_grad()
 def attention_scores(attention: Attention, x: Tensor) -> Tensor:
-    """The scaled scores of the visible pairs, (B, H, pairs); with a global-window layout those of both softmaxes."""
+    """The scaled scores of the visible pairs, (B, H, pairs); with a global-window layout those of both
+    softmaxes.
+    """
     q, k, _, scale = attention.project(x)
     k = k.expand(-1, q.shape[1], -1, -1) if k.shape[1] == 1 else k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     place = reference.positions(x.shape[1], x.shape[1], None, None, x.shape[0], x.device)
@@ -216,9 +225,9 @@ def attention_scores(attention: Attention, x: Tensor) -> Tensor:
 class Probe:
     """Measures activation sizes of a model, relative to its weights when the probe is made.
 
-    Learned scores are the scores now minus those that the initial weights of the scoring give for the same hidden states: what
-    training learned. The initial scores themselves decrease like 1 / sqrt(head dimension) under muP, whose scale is 1/D; they are
-    recorded as ``initial_scores``.
+    Learned scores are the scores now minus those that the initial weights of the scoring give for the same
+    hidden states: what training learned. The initial scores themselves decrease like 1 / sqrt(head dimension)
+    under muP, whose scale is 1/D; they are recorded as ``initial_scores``.
 
     Args:
         model: the model at its first step.
@@ -232,7 +241,9 @@ class Probe:
 
     @torch.no_grad()
     def sizes(self) -> dict[str, float]:
-        """The root mean square of every quantity, over all blocks where each has one; and of the scores of the initial weights."""
+        """The root mean square of every quantity, over all blocks where each has one; and of the scores of
+        the initial weights.
+        """
         squares: dict[str, list[Tensor]] = {name: [] for name in (*QUANTITIES, "initial_scores")}
 
         def note(name: str, value: Tensor) -> None:

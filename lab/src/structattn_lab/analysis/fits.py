@@ -57,7 +57,8 @@ class Candidate:
 
 
 def parse_candidate(text: str, *, refine: int | None = None, seed: int = 0) -> Candidate:
-    """The candidate of a text: any ``Structure``, or ``mlr-allocated:R``, MLR of total rank R with the ranks found.
+    """The candidate of a text: any ``Structure``, or ``mlr-allocated:R``, MLR of total rank R with the ranks
+    found.
 
     Raises:
         ConfigError: unknown family or wrong numbers.
@@ -88,7 +89,9 @@ def _levels(dense: Tensor) -> tuple[int, ...]:
 
 
 def default_structures(num_rows: int, num_cols: int) -> tuple[str, ...]:
-    """A sweep over every family with fewer parameters than a dense matrix of that shape; families that do not exist at the size are left out."""
+    """A sweep over every family with fewer parameters than a dense matrix of that shape; families that do not
+    exist at the size are left out.
+    """
     (_, b), (c, _) = factor_pair(num_rows)[::-1], factor_pair(num_cols)[::-1]
     powers = [2**k for k in range(12)]
     texts = [f"lowrank:{r}" for r in powers]

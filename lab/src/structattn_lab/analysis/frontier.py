@@ -19,9 +19,10 @@ def on_frontier(costs: Sequence[float], scores: Sequence[Sequence[float]]) -> li
         scores: of each row, one for each seed.
 
     Returns:
-        For each row ``"yes"`` where no row that costs at most as much has a lower mean; ``"not distinguishable"`` where one has, but by less
-        than the critical difference of all such rows (see ``critical_differences``); else ``"no"``. With one seed, whose spread is unknown,
-        ``"yes"`` or ``"no"``.
+        For each row ``"yes"`` where no row that costs at most as much has a lower mean;
+        ``"not distinguishable"`` where one has, but by less than the critical difference of all such rows
+        (see ``critical_differences``); else ``"no"``. With one seed, whose spread is unknown, ``"yes"`` or
+        ``"no"``.
     """
     means = [statistics.fmean(own) for own in scores]
     found: list[Place] = []

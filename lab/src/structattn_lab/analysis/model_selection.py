@@ -1,4 +1,6 @@
-"""Model selection: the setting that validation chooses for each method, and which of their test scores are statistically distinguishable."""
+"""Model selection: the setting that validation chooses for each method, and which of their test scores are
+statistically distinguishable.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ _LEVEL = 0.95
 
 
 def search(rows: Sequence[Row], baselines: Sequence[BaselineRow]) -> tuple[Choice, ...]:
-    """The choice by validation in each group of a comparison's rows: for each method the row with the lowest validation score.
+    """The choice by validation in each group of a comparison's rows: for each method the row with the lowest
+    validation score.
 
     A baseline without a validation score keeps its first row.
     """
@@ -41,17 +44,20 @@ def _choose(entries: Sequence[tuple[int, str, float]]) -> tuple[int, ...]:
 
 
 def critical_differences(scores: Sequence[Sequence[float]]) -> CriticalDifferences | None:
-    """The critical difference of each method's mean over seeds from the lowest: larger ones are not explained by the seeds.
+    """The critical difference of each method's mean over seeds from the lowest: larger ones are not explained
+    by the seeds.
 
-    Games and Howell's test: the 95 % point of the studentised range of all methods, since the lowest was picked from among them, with the
-    variances of only the two methods and Welch's degrees of freedom. One variance for all, as in Tukey's, would let a single
-    method whose seeds differ much hide every other difference. It does not account for other test data.
+    Games and Howell's test: the 95 % point of the studentised range of all methods, since the lowest was
+    picked from among them, with the variances of only the two methods and Welch's degrees of freedom. One
+    variance for all, as in Tukey's, would let a single method whose seeds differ much hide every other
+    difference. It does not account for other test data.
 
     Args:
         scores: one for each seed, of each method, lower is better.
 
     Returns:
-        The differences, 0 for the lowest itself and where neither of the two has any spread. ``None`` with one seed or one method.
+        The differences, 0 for the lowest itself and where neither of the two has any spread. ``None`` with
+        one seed or one method.
 
     Raises:
         MissingDependencyError: without SciPy.

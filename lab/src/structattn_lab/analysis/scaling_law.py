@@ -1,4 +1,6 @@
-"""Loss against compute as a power law above an irreducible loss, and the compute that one method saves against another."""
+"""Loss against compute as a power law above an irreducible loss, and the compute that one method saves
+against another.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +34,16 @@ def scaling_laws(rows: Sequence[Row], specs: Sequence[str]) -> Scaling:
 
     Args:
         rows: of the comparison, each with a budget.
-        specs: in the order of the recipe; the first is the baseline of the others, unless ``standard`` is among them.
+        specs: in the order of the recipe; the first is the baseline of the others, unless ``standard`` is
+            among them.
 
     Raises:
         ConfigError: a loss that is not positive and finite.
 
     Cost: 1,000 fits of the bootstrap for each interval, about a second for each law.
 
-    The best width is chosen by the mean over seeds of the losses that are shown, for the baseline and all other methods.
+    The best width is chosen by the mean over seeds of the losses that are shown, for the baseline and all
+    other methods.
     """
     baseline = "standard" if "standard" in specs else specs[0]
     found: dict[tuple[str | None, str], dict[int | None, list[LawPoint]]] = {}
@@ -84,7 +88,9 @@ def _law(width: int | None, points: list[LawPoint], baseline: list[LawPoint]) ->
 
 
 def _multiplier(points: list[LawPoint], baseline: list[LawPoint]) -> ComputeShare | None:
-    """The compute for the baseline's losses; ``None`` where there are too few, or the two have none in common."""
+    """The compute for the baseline's losses; ``None`` where there are too few, or the two have none in
+    common.
+    """
     if len({point.compute for point in baseline}) < _NUM_PARAMS:
         return None
     found = compute_multiplier(_measured(baseline), _measured(points))
@@ -115,9 +121,10 @@ def fit_power_law(compute: Sequence[float] | Floats, losses: Losses) -> PowerLaw
     Raises:
         ConfigError: fewer points, or numbers that are not positive.
 
-    Method: for a given exponent the law is linear in the other two, and least squares weighted by 1 / L^2, nearly those of the
-    logarithms, are solved in closed form; all exponents are tried. Huber's weights, updated in turn with the fit, keep a few bad runs
-    from deciding it (Hoffmann et al. 2022 fit by Huber's loss as well).
+    Method: for a given exponent the law is linear in the other two, and least squares weighted by 1 / L^2,
+    nearly those of the logarithms, are solved in closed form; all exponents are tried. Huber's weights,
+    updated in turn with the fit, keep a few bad runs from deciding it (Hoffmann et al. 2022 fit by Huber's
+    loss as well).
     """
     points, values = _checked(compute, losses)
     return _power_law(points, _fit(points, _means(values)[None]))
@@ -128,7 +135,8 @@ def _checked(compute: Sequence[float] | Floats, losses: Losses) -> tuple[Floats,
     values = [np.asarray(of_point, dtype=np.float64) for of_point in losses]
     if len(points) != len(values) or len(set(points.tolist())) < 3:
         raise ConfigError(
-            f"a power law with irreducible loss is fitted to at least 3 different compute budgets, got {len(set(points.tolist()))} "
+            "a power law with irreducible loss is fitted to at least 3 different compute budgets, got "
+            f"{len(set(points.tolist()))} "
             f"of {len(points)} and losses of {len(values)}"
         )
     if any(v.ndim != 1 or not len(v) or not np.isfinite(v).all() or not (v > 0).all() for v in (points, *values)):
@@ -189,8 +197,8 @@ def _best(logs: Floats, losses: Floats, weights: Floats, exponents: Floats) -> F
 
 
 def _replicates(points: Floats, values: list[Floats], count: int, rng: np.random.Generator) -> Floats:
-    """Bootstrap samples of losses (count, n): seeds are resampled at every point, and deviations of points from the law are those of
-    other points."""
+    """Bootstrap samples of losses (count, n): seeds are resampled at every point, and deviations of points
+    from the law are those of other points."""
     means = _means(values)
     law = _power_law(points, _fit(points, means[None]))
     fitted = np.array([law.loss(c) for c in points])
@@ -208,7 +216,8 @@ def _replicates(points: Floats, values: list[Floats], count: int, rng: np.random
 def law_intervals(
     compute: Sequence[float] | Floats, losses: Losses, *, replicates: int = 1000, seed: int = 0
 ) -> dict[str, tuple[float, float]]:
-    """95 % intervals (low, high) of ``irreducible``, ``coefficient`` and ``exponent``, by a bootstrap over seeds and points.
+    """95 % intervals (low, high) of ``irreducible``, ``coefficient`` and ``exponent``, by a bootstrap over
+    seeds and points.
 
     Args:
         compute, losses: as ``fit_power_law``.
@@ -236,7 +245,8 @@ def compute_multiplier(
 ) -> ComputeShare | None:
     """The compute that a method needs for the losses of a baseline, as a share of the baseline's compute.
 
-    The share is the geometric mean over the losses that both reached, between the fitted laws, so that nothing is extrapolated.
+    The share is the geometric mean over the losses that both reached, between the fitted laws, so that
+    nothing is extrapolated.
 
     Args:
         baseline, method: compute and losses, as ``fit_power_law``.
@@ -275,8 +285,8 @@ def compute_multiplier(
 
 
 def _log_compute(points: Floats, targets: Floats, fits: Fitted) -> Floats:
-    """log FLOPs (R, targets) at which R laws reach losses, clipped to the measured range and as much again on both sides: a
-    replicate that never reaches a loss counts as "much more", not "infinitely more"."""
+    """log FLOPs (R, targets) at which R laws reach losses, clipped to the measured range and as much again on
+    both sides: a replicate that never reaches a loss counts as "much more", not "infinitely more"."""
     floor, slope, exponent = (values[:, None] for values in fits)
     logs = np.log(points)
     above = np.maximum(targets - floor, 1e-300) / np.maximum(slope, 1e-300)

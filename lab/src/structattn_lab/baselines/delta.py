@@ -1,4 +1,6 @@
-"""Gated delta rule: a recurrent layer, whose state is a matrix per head that new values correct and a gate forgets."""
+"""Gated delta rule: a recurrent layer, whose state is a matrix per head that new values correct and a gate
+forgets.
+"""
 
 from __future__ import annotations
 
@@ -49,18 +51,20 @@ class GatedDeltaLayer(BaselineLayer):
     """A gated delta net.
 
         q, k, v = silu(conv(W x)), a causal convolution of width 4 of each number;   q and k of length 1
-        S_t = alpha_t (S_{t-1} - beta_t k_t (k_t^T S_{t-1})) + beta_t k_t v_t^T, (K, V) per head;   o_t = S_t^T q_t
-        beta_t = sigmoid(w_b x_t);   log alpha_t = -exp(a) softplus(w_a x_t + b);   out = norm(o_t) silu(G x_t)
+        S_t = alpha_t (S_{t-1} - beta_t k_t (k_t^T S_{t-1})) + beta_t k_t v_t^T, (K, V) per head
+        o_t = S_t^T q_t;   beta_t = sigmoid(w_b x_t);   log alpha_t = -exp(a) softplus(w_a x_t + b)
+        out = norm(o_t) silu(G x_t)
 
     Args:
         variant: K and V.
         shape: of the model; without its rotary positions and ``qk_norm``.
 
-    Cost: H K V numbers of state and the last 3 inputs of the convolution, 3 H (2 K + V), in the cache, at any length. Training is
-    linear in T, see ``gated_delta_rule``.
+    Cost: H K V numbers of state and the last 3 inputs of the convolution, 3 H (2 K + V), in the cache, at any
+    length. Training is linear in T, see ``gated_delta_rule``.
 
-    Source: Yang et al. 2024, "Gated Delta Networks", arXiv 2412.06464, section 3, and the initial gates of its authors' code. Left out: groups of
-    value heads, a factor 2 of beta, and the scale 1/sqrt(K) of queries, which the norm of outputs removes.
+    Source: Yang et al. 2024, "Gated Delta Networks", arXiv 2412.06464, section 3, and the initial gates of
+    its authors' code. Left out: groups of value heads, a factor 2 of beta, and the scale 1/sqrt(K) of
+    queries, which the norm of outputs removes.
     """
 
     def __init__(self, variant: GatedDelta, shape: LayerShape) -> None:
@@ -87,7 +91,8 @@ class GatedDeltaLayer(BaselineLayer):
 
     def decode(self, x: Tensor, positions: Tensor, cache: TableCache) -> Tensor:
         """See ``BaselineLayer``."""
-        # Of tokens of zeros, q, k and v are 0: padding leaves the state, which is 0 before a sequence, as it is.
+        # Of tokens of zeros, q, k and v are 0: padding leaves the state, which is 0 before a sequence, as it
+        # is.
         x = x.masked_fill((positions < 0)[..., None], 0)
         new = self.qkv_proj(x)
         inputs = torch.cat([self._inputs_before(cache, positions).to(new.dtype), new], dim=1)
@@ -105,7 +110,9 @@ class GatedDeltaLayer(BaselineLayer):
         return held.gather(1, slots.expand(held.shape[0], -1)[..., None].expand(-1, -1, held.shape[2]))
 
     def _mixed_inputs(self, x: Tensor, inputs: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The result and the new state, of T tokens with the inputs (B, 3 + T, width) of their convolution."""
+        """The result and the new state, of T tokens with the inputs (B, 3 + T, width) of their
+        convolution.
+        """
         convolved = F.silu(self.conv(inputs.mT).mT)
         heads = convolved.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
         q, k, v = heads.split((self.key, self.key, self.value), dim=-1)
@@ -127,11 +134,13 @@ class GatedDeltaLayer(BaselineLayer):
 def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, write: Tensor, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The recurrence S_t = a_t (S_{t-1} - b_t k_t (k_t^T S_{t-1})) + b_t k_t v_t^T with outputs S_t^T q_t, by chunks of 64 tokens.
+    """The recurrence S_t = a_t (S_{t-1} - b_t k_t (k_t^T S_{t-1})) + b_t k_t v_t^T with outputs S_t^T q_t, by
+    chunks of 64 tokens.
 
-    In a chunk after the state S, with g_t = log a_1 + ... + log a_t, S_t = e^(g_t) S + sum_{s <= t} e^(g_t - g_s) k_s u_s^T. The corrections u_t solve
-    a triangular system, u_t + b_t sum_{s < t} e^(g_t - g_s) <k_t, k_s> u_s = b_t (v_t - e^(g_t) S^T k_t), for v and k of all chunks at once; only what
-    depends on S goes from chunk to chunk.
+    In a chunk after the state S, with g_t = log a_1 + ... + log a_t, S_t = e^(g_t) S + sum_{s <= t} e^(g_t -
+    g_s) k_s u_s^T. The corrections u_t solve a triangular system, u_t + b_t sum_{s < t} e^(g_t - g_s) <k_t,
+    k_s> u_s = b_t (v_t - e^(g_t) S^T k_t), for v and k of all chunks at once; only what depends on S goes
+    from chunk to chunk.
 
     Args:
         q, k: (B, H, T, K), T at least 1.
@@ -177,7 +186,8 @@ def gated_delta_rule(
 FORM = Form(
     "gated-delta:K[,value=V]",
     "gated-delta:48,value=64",
-    "gated delta net: no keys and values, a state of K x V numbers per head that each token corrects, and a short convolution; a baseline",
+    "gated delta net: no keys and values, a state of K x V numbers per head that each token corrects, and a short "
+    "convolution; a baseline",
     value=named("key", positive),
     options={"value": positive},
     make=lambda **arguments: {"custom": GatedDelta(**arguments)},

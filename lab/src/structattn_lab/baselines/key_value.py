@@ -1,4 +1,6 @@
-"""What layers share whose queries, keys and values are those of standard attention, and that see or keep other tokens."""
+"""What layers share whose queries, keys and values are those of standard attention, and that see or keep
+other tokens.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ def pair_width(shape: LayerShape) -> int:
 
 
 class KeyValueLayer(BaselineLayer):
-    """Queries, keys and values of ``Attention`` from ``standard``, with its names of weights, so that the weights of one load into the other.
+    """Queries, keys and values of ``Attention`` from ``standard``, with its names of weights, so that the
+    weights of one load into the other.
 
     Args:
         name: the spec, for messages.

@@ -31,7 +31,8 @@ def linear(width_in: int, width_out: int) -> nn.Linear:
     narrow, wide = sorted((width_in, width_out))
     if wide > (most := _MOST_UNEQUAL * max(narrow, _NARROW)):
         raise ConfigError(
-            f"a linear layer from {width_in:,} to {width_out:,} numbers: expected at most {most:,}, {_MOST_UNEQUAL} times the narrower "
+            f"a linear layer from {width_in:,} to {width_out:,} numbers: expected at most {most:,}, {_MOST_UNEQUAL} "
+            "times the narrower "
             "side; choose a smaller rank or dimension in the spec"
         )
     found = nn.Linear(width_in, width_out, bias=False)
@@ -45,20 +46,25 @@ def causal_pairs(num_tokens: int) -> int:
 
 
 def causal_mask(positions: Tensor, num_keys: int) -> Tensor:
-    """Which of the keys 0 ... S - 1 queries at positions (T,) or (B, T) see: (T, S) or (B, 1, T, S). Padding sees the first one."""
+    """Which of the keys 0 ... S - 1 queries at positions (T,) or (B, T) see: (T, S) or (B, 1, T, S). Padding
+    sees the first one.
+    """
     visible = torch.arange(num_keys, device=positions.device) <= positions.clamp(min=0)[..., None]
     return visible if visible.dim() == 2 else visible[:, None]
 
 
 def masked_softmax(scores: Tensor, visible: Tensor) -> Tensor:
-    """Weights over the last dimension, of scores (B, H, T, S) and what is visible, broadcastable to them; every query sees something."""
+    """Weights over the last dimension, of scores (B, H, T, S) and what is visible, broadcastable to them;
+    every query sees something.
+    """
     return torch.softmax(scores.masked_fill(~visible, -torch.inf), dim=-1)
 
 
 class BaselineLayer(AttentionLayer):
     """A causal layer that is no scoring and layout.
 
-    A class says how a whole sequence is mixed, how new tokens are with a cache, what the cache keeps, and what it costs.
+    A class says how a whole sequence is mixed, how new tokens are with a cache, what the cache keeps, and
+    what it costs.
 
     Args:
         name: the spec, for messages.
@@ -68,7 +74,8 @@ class BaselineLayer(AttentionLayer):
         mixed_dim: M, what ``mix_at`` returns of a token. Default ``None``: E.
 
     Raises:
-        ConfigError: heads do not divide, or the model is not causal, or has biases, dropout, or key heads that the layer has not.
+        ConfigError: heads do not divide, or the model is not causal, or has biases, dropout, or key heads
+            that the layer has not.
     """
 
     def __init__(
@@ -85,7 +92,8 @@ class BaselineLayer(AttentionLayer):
         super().__init__(shape.embed_dim, shape.num_heads, heads)
         if not shape.is_causal or shape.bias or shape.dropout:
             raise ConfigError(
-                f"{name} is a baseline for causal language models without bias and dropout, got is_causal={shape.is_causal}, bias={shape.bias}, "
+                f"{name} is a baseline for causal language models without bias and dropout, got "
+                f"is_causal={shape.is_causal}, bias={shape.bias}, "
                 f"dropout={shape.dropout}"
             )
         if heads != shape.num_heads and not has_key_heads:
@@ -95,7 +103,9 @@ class BaselineLayer(AttentionLayer):
 
     @abstractmethod
     def mix_at(self, x: Tensor, positions: Tensor) -> Tensor:
-        """A whole sequence, without the output projection: (B, T, E) to (B, T, M), T at least 1; ``positions`` are 0 ... T - 1."""
+        """A whole sequence, without the output projection: (B, T, E) to (B, T, M), T at least 1;
+        ``positions`` are 0 ... T - 1.
+        """
 
     def mix(self, x: Tensor) -> Tensor:
         """See ``AttentionLayer``."""

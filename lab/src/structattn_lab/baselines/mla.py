@@ -1,4 +1,6 @@
-"""Multi-head latent attention: keys and values from one small vector per token, which all heads share and the cache keeps."""
+"""Multi-head latent attention: keys and values from one small vector per token, which all heads share and the
+cache keeps.
+"""
 
 from __future__ import annotations
 
@@ -44,19 +46,23 @@ class MLA(CustomAttention):
 class MLALayer(BaselineLayer):
     """Latent attention.
 
-        c_j = norm(W_C x_j), R numbers;   r_j = turn_j(W_R x_j), N numbers;   k_jh = (U_h c_j, r_j);   v_jh = V_h c_j
+        c_j = norm(W_C x_j), R numbers;   r_j = turn_j(W_R x_j), N numbers
+        k_jh = (U_h c_j, r_j);   v_jh = V_h c_j
         q_ih = (W_h x_i, turn_i(W'_h x_i));   weights = softmax_j(<q_ih, k_jh> / sqrt(D + N))
 
-    ``turn`` are the rotary positions of the model, which the first D dimensions do not have; without them it does nothing. Decoding reads
-    only (c_j, r_j): <W_h x_i, U_h c_j> = <U_h^T W_h x_i, c_j>, and the sum of values is V_h of the sum of latent vectors.
+    ``turn`` are the rotary positions of the model, which the first D dimensions do not have; without them it
+    does nothing. Decoding reads only (c_j, r_j): <W_h x_i, U_h c_j> = <U_h^T W_h x_i, c_j>, and the sum of
+    values is V_h of the sum of latent vectors.
 
     Args:
         variant: R and N.
         shape: of the model; without ``qk_norm``, in whose place the latent vector has a norm.
 
-    Cost: R + N numbers per token in the cache. A new token costs 2 H (2 R (T + D) + N T) FLOPs after T others, besides its projections.
+    Cost: R + N numbers per token in the cache. A new token costs 2 H (2 R (T + D) + N T) FLOPs after T
+        others, besides its projections.
 
-    Source: DeepSeek-AI 2024, "DeepSeek-V2", arXiv 2405.04434, section 2.1. Queries are not compressed, as in its smaller model.
+    Source: DeepSeek-AI 2024, "DeepSeek-V2", arXiv 2405.04434, section 2.1. Queries are not compressed, as in
+        its smaller model.
     """
 
     def __init__(self, variant: MLA, shape: LayerShape) -> None:
@@ -117,7 +123,8 @@ class MLALayer(BaselineLayer):
 FORM = Form(
     "mla:R[,rope=N]",
     "mla:64,rope=32",
-    "latent attention of DeepSeek-V2: keys and values of all heads from R numbers per token, and N with rotary positions; a baseline",
+    "latent attention of DeepSeek-V2: keys and values of all heads from R numbers per token, and N with rotary "
+    "positions; a baseline",
     value=named("rank", positive),
     options={"rope": positive},
     make=lambda **arguments: {"custom": MLA(**arguments)},

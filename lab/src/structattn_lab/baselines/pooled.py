@@ -48,24 +48,29 @@ class Pooled(CustomAttention):
 class PooledLayer(KeyValueLayer):
     """Standard attention in which far tokens are pooled by blocks, with one softmax over both.
 
-    Query i sees the tokens f <= j <= i with f = M floor(max(0, i - W + 1) / M), at least its last W and at most W + M - 1, and of each
-    block n < f / M of the tokens before one summary, which counts as one key. With k_j = W_K x_j before its norm:
+    Query i sees the tokens f <= j <= i with f = M floor(max(0, i - W + 1) / M), at least its last W and at
+    most W + M - 1, and of each block n < f / M of the tokens before one summary, which counts as one key.
+    With k_j = W_K x_j before its norm:
 
-        a_j = softmax_{j in n}( <u_g, k_j> + b_g[j mod M] );   k_n = turn_nM(norm(sum a_j k_j));   v_n = sum a_j v_j
+        a_j = softmax_{j in n}( <u_g, k_j> + b_g[j mod M] )
+        k_n = turn_nM(norm(sum a_j k_j));   v_n = sum a_j v_j
 
-    u and b are learned per key head and start at 0, the mean. A summary has the rotary position of the first token of its block.
+    u and b are learned per key head and start at 0, the mean. A summary has the rotary position of the first
+    token of its block.
 
     Args:
         variant: M and W.
         shape: of the model.
 
-    Cost: the cache keeps W + M - 1 tokens and a summary per block that has left the window: 2 G D (min(T, W + M - 1) + max(0, T - W) // M)
-    numbers. A block costs 6 G D M FLOPs, once.
+    Cost: the cache keeps W + M - 1 tokens and a summary per block that has left the window: 2 G D (min(T, W +
+    M - 1) + max(0, T - W) // M) numbers. A block costs 6 G D M FLOPs, once.
 
-    Source: DeepSeek-AI 2026, "DeepSeek-V4", section 2.3.2, heavily compressed attention: blocks without overlap, the softmax of a linear
-    function of the token and a bias of its place, norm and rotation after the mean. There each dimension has its own weights, keys are
-    values, and a complete block in the window has its summary too. Yuan et al. 2025, "Native Sparse Attention", arXiv 2502.11089, on token
-    compression, has a small network of the block in place of the mean; its selection of blocks to read in full is left out here.
+    Source: DeepSeek-AI 2026, "DeepSeek-V4", section 2.3.2, heavily compressed attention: blocks without
+    overlap, the softmax of a linear function of the token and a bias of its place, norm and rotation after
+    the mean. There each dimension has its own weights, keys are values, and a complete block in the window
+    has its summary too. Yuan et al. 2025, "Native Sparse Attention", arXiv 2502.11089, on token compression,
+    has a small network of the block in place of the mean; its selection of blocks to read in full is left out
+    here.
     """
 
     def __init__(self, variant: Pooled, shape: LayerShape) -> None:
@@ -125,7 +130,9 @@ class PooledLayer(KeyValueLayer):
         return self._seen(self.queries(x, positions), positions, rows, positions, summaries)
 
     def decode(self, x: Tensor, positions: Tensor, cache: TableCache) -> Tensor:
-        """See ``BaselineLayer``; blocks that leave the window are pooled from what was held and the new tokens."""
+        """See ``BaselineLayer``; blocks that leave the window are pooled from what was held and the new
+        tokens.
+        """
         rows, held = cache.extend("tokens", joined(*self.keys_and_values(x)), positions)
         new, block = positions[..., :1], self.variant.block
         before, after = self._num_pooled(new), self._num_pooled(positions[..., -1:] + 1)

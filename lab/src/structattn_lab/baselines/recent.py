@@ -51,10 +51,11 @@ class RecentLayer(KeyValueLayer):
         variant: W and S.
         shape: of the model.
 
-    Cost: 2 G D min(T, S + W) numbers in the cache. A new token costs 4 H D (S + W) FLOPs at most, besides its projections.
+    Cost: 2 G D min(T, S + W) numbers in the cache. A new token costs 4 H D (S + W) FLOPs at most, besides its
+        projections.
 
-    Source: Xiao et al. 2023, "Efficient Streaming Language Models with Attention Sinks", arXiv 2309.17453. There positions are counted
-    within the cache, for texts longer than those of training.
+    Source: Xiao et al. 2023, "Efficient Streaming Language Models with Attention Sinks", arXiv 2309.17453.
+    There positions are counted within the cache, for texts longer than those of training.
     """
 
     def __init__(self, variant: Recent, shape: LayerShape) -> None:
@@ -68,7 +69,9 @@ class RecentLayer(KeyValueLayer):
         return self.keys(keys, positions), values
 
     def _visible(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Which keys queries at positions (..., T, 1) see, at positions (..., 1, S); a query in the padding sees itself."""
+        """Which keys queries at positions (..., T, 1) see, at positions (..., 1, S); a query in the padding
+        sees itself.
+        """
         is_kept = (queries - keys < self.variant.window) | (keys < self.variant.sinks)
         return (keys >= 0) & (keys <= queries) & is_kept | (keys == queries)
 

@@ -43,7 +43,9 @@ class Table:
         return most if self.ring is None else min(most, self.first + self.ring)
 
     def slot_of(self, positions: Tensor) -> Tensor:
-        """The slots of new tokens, -1 for those before the sequence, and for those that later ones of them write over."""
+        """The slots of new tokens, -1 for those before the sequence, and for those that later ones of them
+        write over.
+        """
         slots = positions.div(self.per, rounding_mode="floor")
         if self.ring is not None:
             is_over = (slots >= self.first) & (slots <= slots[..., -1:] - self.ring)
@@ -52,7 +54,8 @@ class Table:
         return torch.where(positions < 0, -1, slots)
 
     def held(self, last: Tensor, count: int) -> Tensor:
-        """The positions of the tokens in the first slots of a table with a ring, (..., count); -1 where there is none.
+        """The positions of the tokens in the first slots of a table with a ring, (..., count); -1 where there
+        is none.
 
         Args:
             last: (..., 1), the position of the last token.
@@ -103,7 +106,9 @@ class TableCache(OneLayerCache):
         return copy.deepcopy(self)
 
     def bind(self, layer: object, tables: Mapping[str, Table]) -> None:
-        """Makes this the cache of one layer; a copy has none yet. Raises ``ConfigError`` if it is the cache of another one."""
+        """Makes this the cache of one layer; a copy has none yet. Raises ``ConfigError`` if it is the cache
+        of another one.
+        """
         if self.tables != tables or (self._layer is not None and self._layer() is not layer):
             raise ConfigError("the cache is of another layer: make it with new_cache(), and give each layer its own")
         self._layer = weakref.ref(layer)
@@ -127,7 +132,9 @@ class TableCache(OneLayerCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its tables, as allocated. Until the next tokens it also holds what the last ones replaced, for ``undo``."""
+        """Bytes of its tables, as allocated. Until the next tokens it also holds what the last ones replaced,
+        for ``undo``.
+        """
         return sum(numbers.nbytes for numbers in self._numbers.values())
 
     def take(self, x: Tensor) -> Tensor:
@@ -165,7 +172,9 @@ class TableCache(OneLayerCache):
         return self._numbers[name][:, : self.tables[name].slots(self._length)]
 
     def write(self, name: str, numbers: Tensor, positions: Tensor) -> None:
-        """Stores numbers (B, T, width) of the tokens at positions (T,) or (B, T); nothing where they are negative."""
+        """Stores numbers (B, T, width) of the tokens at positions (T,) or (B, T); nothing where they are
+        negative.
+        """
         table = self._numbers[name]
         slots = self.tables[name].slot_of(positions).expand(numbers.shape[0], -1)
         rows, tokens = (slots >= 0).nonzero(as_tuple=True)
@@ -177,8 +186,8 @@ class TableCache(OneLayerCache):
         """Stores the new tokens in a table with a ring, as ``write``; they may be more than it has slots.
 
         Returns:
-            The numbers that were held before, with the new ones behind them, (B, S, width); and their positions, (S,) or (B, S), negative,
-            and the numbers 0, where there is none.
+            The numbers that were held before, with the new ones behind them, (B, S, width); and their
+            positions, (S,) or (B, S), negative, and the numbers 0, where there is none.
         """
         assert self._before is not None
         table = self.tables[name]
@@ -189,7 +198,9 @@ class TableCache(OneLayerCache):
         return both, held
 
     def undo(self) -> None:
-        """Takes the tokens of the last ``take`` back; raises ``CacheError`` if something else was done since."""
+        """Takes the tokens of the last ``take`` back; raises ``CacheError`` if something else was done
+        since.
+        """
         if self._before is None:
             raise CacheError("the last thing done to this cache was not to take tokens: there is nothing to undo")
         for table, place, numbers in reversed(self._overwritten):
@@ -211,7 +222,9 @@ class TableCache(OneLayerCache):
         self._length = length
 
     def check_crop(self, length: int) -> None:
-        """Raises ``ConfigError`` for a length that is not there, ``CacheError`` where slots are shared: their numbers have no way back."""
+        """Raises ``ConfigError`` for a length that is not there, ``CacheError`` where slots are shared: their
+        numbers have no way back.
+        """
         check_int("length", length, minimum=0, maximum=self._length)
         is_shared = any(table.ring is not None or table.per > 1 for table in self.tables.values())
         if is_shared and length not in (0, self._length):

@@ -1,4 +1,6 @@
-"""Tensor product attention: queries, keys and values of all heads are sums of a few products of a head factor and a dimension factor."""
+"""Tensor product attention: queries, keys and values of all heads are sums of a few products of a head factor
+and a dimension factor.
+"""
 
 from __future__ import annotations
 
@@ -45,18 +47,20 @@ class TPALayer(BaselineLayer):
 
         k_jh = 1/R sum_r a_jhr turn_j(b_jr);   a_j = A x_j, (H, R) numbers;   b_j = B x_j, (R, D) numbers
 
-    and so values, without ``turn``, and queries, with factors and a rank of their own. ``turn`` are the rotary positions of the model, in
-    which a sum of turned factors is the turned sum; without them it does nothing. Weights are those of standard attention.
+    and so values, without ``turn``, and queries, with factors and a rank of their own. ``turn`` are the
+    rotary positions of the model, in which a sum of turned factors is the turned sum; without them it does
+    nothing. Weights are those of standard attention.
 
     Args:
         variant: the ranks.
         shape: of the model; without ``qk_norm``, which the source does not have.
 
-    Cost: 2 R (H + D) numbers per token in the cache: the factors, turned. A decoding step makes the keys and values of all T tokens from
-    them, 4 R H D T FLOPs besides the 4 H D T of attention, which also have their memory while it runs.
+    Cost: 2 R (H + D) numbers per token in the cache: the factors, turned. A decoding step makes the keys and
+    values of all T tokens from them, 4 R H D T FLOPs besides the 4 H D T of attention, which also have their
+    memory while it runs.
 
-    Source: Zhang et al. 2025, "Tensor Product Attention Is All You Need", arXiv 2501.06425, section 3. Weights start as those of the other
-    baselines, not as its code does.
+    Source: Zhang et al. 2025, "Tensor Product Attention Is All You Need", arXiv 2501.06425, section 3.
+    Weights start as those of the other baselines, not as its code does.
     """
 
     def __init__(self, variant: TPA, shape: LayerShape) -> None:
@@ -115,7 +119,8 @@ class TPALayer(BaselineLayer):
 FORM = Form(
     "tpa:R[,query=RQ]",
     "tpa:2,query=6",
-    "tensor product attention: keys and values are sums of R products of a factor of the heads and one of the dimensions; a baseline",
+    "tensor product attention: keys and values are sums of R products of a factor of the heads and one of the "
+    "dimensions; a baseline",
     value=named("rank", positive),
     options={"query": positive},
     make=lambda **arguments: {"custom": TPA(**arguments)},

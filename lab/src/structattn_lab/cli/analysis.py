@@ -43,10 +43,12 @@ class FitCommand:
         "line",
         "etth1",
     )
-    """What to fit: .npy files; folders of finished runs (RUN or RUN@LAYER.HEAD: the score matrix of a head); examples by name
-    (gaussian, hadamard, line, etth1)."""
+    """What to fit: .npy files; folders of finished runs (RUN or RUN@LAYER.HEAD: the score matrix of a head);
+    examples by name (gaussian, hadamard, line, etth1)."""
     structures: tuple[str, ...] = ()
-    """Structures, each in quotes (see `structattn structures`), or mlr-allocated:R. Default: several of every family."""
+    """Structures, each in quotes (see `structattn structures`), or mlr-allocated:R. Default: several of every
+    family.
+    """
     size: Annotated[int, constructor(whole(minimum=2, maximum=16384), several=False)] = 64
     """Rows and columns of the examples."""
     refine: Annotated[int | None, constructor(whole(minimum=0), several=False)] = None
@@ -76,17 +78,20 @@ class FitCommand:
 
 @dataclass(frozen=True, kw_only=True)
 class MupCheckCommand:
-    """Check that sizes inside models and best learning rates do not depend on the width: a table, figures and a report.
+    """Check that sizes inside models and best learning rates do not depend on the width: a table, figures and
+    a report.
 
-    It trains small models on the CPU: 15 minutes on one core, 1 minute with --quick. The time is proportional to the number of structures
-    and seeds; the width 1024 takes as long as all smaller widths together.
+    It trains small models on the CPU: 15 minutes on one core, 1 minute with --quick. The time is proportional
+    to the number of structures and seeds; the width 1024 takes as long as all smaller widths together.
 
     Example:
       structattn mup check --quick
     """
 
     structures: tuple[str, ...] | None = None
-    """Attention specs, each in quotes; ranks are proportions of the head dimension. Default: one of every kind."""
+    """Attention specs, each in quotes; ranks are proportions of the head dimension. Default: one of every
+    kind.
+    """
     widths: OptionalCounts = None
     """Widths at which the sizes of activations are measured. Default: 32 64 128 256 512 1024."""
     steps: OptionalCounts = None
@@ -100,13 +105,17 @@ class MupCheckCommand:
     base_width: OptionalCount = None
     """The width at which both parametrisations have the same rate for matrices. Default: 64."""
     transfer: bool = True
-    """Also find the best learning rate at several widths, for the given structures, or for three of the default ones."""
+    """Also find the best learning rate at several widths, for the given structures, or for three of the
+    default ones.
+    """
     transfer_widths: OptionalCounts = None
     """Widths for which the best learning rate is found. Default: 32 64 128 256."""
     transfer_steps: OptionalCount = None
     """Training steps of each of these runs. Default: 40."""
     quick: bool = False
-    """Fewer models: two structures and three widths, and the best learning rates of one structure; options still count."""
+    """Fewer models: two structures and three widths, and the best learning rates of one structure; options
+    still count.
+    """
     out: Path | None = None
     """Output folder. Default: runs/mup-DATE-TIME."""
 
@@ -206,7 +215,9 @@ class PlanCommand:
     gpus: Annotated[int | None, constructor(whole(minimum=2), several=False)] = None
     """GPUs that divide each sequence among them (context parallelism). Default: none does."""
     link: OptionalPositive = None
-    """GB per second that one GPU sends while it gets as many; needs --gpus. Default: bytes without seconds."""
+    """GB per second that one GPU sends while it gets as many; needs --gpus. Default: bytes without
+    seconds.
+    """
     tokens: OptionalPositive = None
     """Number of training tokens. Default: see the table."""
     gpu_flops: OptionalPositive = None
@@ -243,7 +254,8 @@ BenchmarkName = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class BenchCommand:
-    """Time structured code against standard code; needs a checkout of the repository, which contains the benchmarks.
+    """Time structured code against standard code; needs a checkout of the repository, which contains the
+    benchmarks.
 
     Example:
       structattn bench attention --quick
@@ -262,7 +274,9 @@ class BenchCommand:
     only: str = ""
     """A regular expression on benchmark/mode/T=512,.../variant. Default: all."""
     patience: Annotated[float | None, constructor(number(minimum=0), several=False)] = None
-    """Seconds per size that may be lost to repeats that other programs disturb. Default: 60; 2 with --quick."""
+    """Seconds per size that may be lost to repeats that other programs disturb. Default: 60; 2 with
+    --quick.
+    """
     out: Path | None = None
     """Folder of the results. Default: runs/bench-BENCHMARK-DATE-TIME."""
 

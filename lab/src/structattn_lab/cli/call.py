@@ -17,8 +17,8 @@ def run(session: Session, at_once: Callable[[int], None] | None) -> None:
 
     Args:
         session: its words.
-        at_once: called with the number of a signal that comes where nothing has to be saved first; see ``interrupt.handled``.
-            Default: ``interrupt.stop``.
+        at_once: called with the number of a signal that comes where nothing has to be saved first; see
+            ``interrupt.handled``. Default: ``interrupt.stop``.
     """
     session.resumable = RESUMABLE
     if session.words == ["--version"]:

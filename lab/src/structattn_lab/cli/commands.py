@@ -23,8 +23,9 @@ from structattn_lab.cli.uptrain import UptrainCommand
 class CompletionCommand:
     """Print a script with which a shell completes commands, options, tasks, presets and settings.
 
-    Write it to a file that the shell reads: ~/.local/share/bash-completion/completions/structattn, _structattn in a folder of zsh's fpath,
-    or ~/.config/fish/completions/structattn.fish. It holds all words, so that completing takes no time; write it again after an update.
+    Write it to a file that the shell reads: ~/.local/share/bash-completion/completions/structattn,
+    _structattn in a folder of zsh's fpath, or ~/.config/fish/completions/structattn.fish. It holds all words,
+    so that completing takes no time; write it again after an update.
 
     Example:
       structattn completion bash

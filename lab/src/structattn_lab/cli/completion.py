@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import tyro
 
+from structattn_lab.cli.output import summary_of
 from structattn_lab.tasks.registry import TASKS
 
 
@@ -58,7 +59,7 @@ class _Words:
                 flags.append(f"--no-{option[2:]}" if field.default is True else option)
             else:
                 values[option] = known
-        about = (kind.__doc__ or "").partition("\n")[0].rstrip(".")
+        about = summary_of(kind).rstrip(".")
         return cls(name=name, about=about, flags=tuple(flags), values=values, first=first)
 
 
@@ -120,7 +121,9 @@ fi""",
 
 
 def _candidates(commands: Iterable[_Words]) -> Iterator[str]:
-    """A function of bash and of zsh: from the words before the cursor to those that may come; nothing where a file may."""
+    """A function of bash and of zsh: from the words before the cursor to those that may come; nothing where a
+    file may.
+    """
     commands = list(commands)
     heads = list(dict.fromkeys(one.name.split()[0] for one in commands))
     groups = {head: [one.name.split()[1] for one in commands if one.name.startswith(f"{head} ")] for head in heads}
@@ -158,7 +161,8 @@ def _candidates(commands: Iterable[_Words]) -> Iterator[str]:
     for one in commands:
         options = " ".join([*one.values, *one.flags])
         if one.first:
-            yield f'        "{one.name}") [ "$previous" = "{one.name.split()[-1]}" ] && echo "{" ".join(one.first)}" || echo "{options}" ;;'
+            is_first = f'[ "$previous" = "{one.name.split()[-1]}" ]'
+            yield f'        "{one.name}") {is_first} && echo "{" ".join(one.first)}" || echo "{options}" ;;'
         else:
             yield f'        "{one.name}") echo "{options}" ;;'
     yield from ("    esac", "}")

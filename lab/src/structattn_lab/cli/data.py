@@ -24,9 +24,13 @@ class DataPrepareCommand:
     kind: tyro.conf.Positional[Annotated[Literal["text"], tyro.conf.arg(metavar="TASK")]]
     """The kind of the data: text."""
     source: str
-    """A text file, a file of JSON lines or Parquet, a folder of them, or the name of a data set, such as openwebtext, which is streamed."""
+    """A text file, a file of JSON lines or Parquet, a folder of them, or the name of a data set, such as
+    openwebtext, which is streamed.
+    """
     tokens: Literal["chars", "bytes", "bpe", "model"] = "chars"
-    """chars, the 96 characters of the paper; bytes; bpe, byte-pair encoding trained on the training documents; or model, those of --model."""
+    """chars, the 96 characters of the paper; bytes; bpe, byte-pair encoding trained on the training
+    documents; or model, those of --model.
+    """
     model: str = ""
     """The model whose tokens are used: a folder that save_pretrained wrote, or a name on the hub."""
     vocab_size: Annotated[int, constructor(whole(minimum=256, maximum=2**24), several=False)] = 4096
@@ -34,7 +38,9 @@ class DataPrepareCommand:
     unknown: Literal["error", "drop"] = "error"
     """What to do with a character that is not among the 96."""
     document_start: str = ""
-    """In text files, a line that starts with this text starts a document. Default: each file is a document."""
+    """In text files, a line that starts with this text starts a document. Default: each file is a
+    document.
+    """
     text_column: str = "text"
     """The field of JSON lines, Parquet and data sets that holds the text."""
     dataset_split: str = "train"
@@ -42,7 +48,9 @@ class DataPrepareCommand:
     max_documents: OptionalCount = None
     """Use only this number of documents, the first ones. Default: all."""
     longest_document: OptionalCount = None
-    """Cut longer texts into documents of at most this number of characters, such as a single file into parts for train, validation and test."""
+    """Cut longer texts into documents of at most this number of characters, such as a single file into parts
+    for train, validation and test.
+    """
     validation: Share = 0.05
     """Share of the documents that is kept for validation."""
     test: Share = 0.05

@@ -15,8 +15,8 @@ from structattn_lab.tasks.registry import about, presets_of, recipe_for, task_cl
 
 
 def mup_roles(spec: str, width: int, num_heads: int) -> str:
-    """Roles and learning rates under muP of one block (of each spec of a list) and of the ends of a language model of that width, one line
-    each."""
+    """Roles and learning rates under muP of one block (of each spec of a list) and of the ends of a language
+    model of that width, one line each."""
     specs = LayerSpecs.parse(spec)
     with torch.device("meta"):
         model = LanguageModel(
@@ -41,7 +41,9 @@ def mup_roles(spec: str, width: int, num_heads: int) -> str:
 
 
 def presets() -> str:
-    """Every task and its presets, one per line: name, number of attention variants, an estimate of its time here, what it is for."""
+    """Every task and its presets, one per line: name, number of attention variants, an estimate of its time
+    here, what it is for.
+    """
     found = {task: presets_of(task) for task in usable_tasks()}
     width = max(len(name) for presets in found.values() for name in presets)
     times = estimates()
@@ -53,15 +55,18 @@ def presets() -> str:
             takes = f"about {in_words(seconds)}" if seconds else "unknown"
             lines.append(f"  {name:<{width}}  {len(preset.recipe.attention):>2} specs  {takes:<15}  {preset.about}")
     notes = (
-        "about: an estimate for `structattn compare` on the CPU of this machine, one run after the other: from a few training steps of each task,",
-        "measured once a day, and from counted steps and FLOPs. unknown: it depends on your data, or on a library that is not installed.",
+        "about: an estimate for `structattn compare` on the CPU of this machine, one run after the other: from a few "
+        "training steps of each task,",
+        "measured once a day, and from counted steps and FLOPs. unknown: it depends on your data, or on a library that "
+        "is not installed.",
         "structattn settings TASK --preset NAME shows all that a preset sets.",
     )
     return "\n".join([*lines, "", *notes])
 
 
 def settings(task: str, preset: str) -> str:
-    """Every setting that ``--set`` takes for a task: its name, its type, its value in a preset, and what it is.
+    """Every setting that ``--set`` takes for a task: its name, its type, its value in a preset, and what it
+    is.
 
     Raises:
         ConfigError: there is no such task or preset.

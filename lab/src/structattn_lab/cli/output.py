@@ -12,6 +12,11 @@ if TYPE_CHECKING:  # imports PyTorch
     from structattn_lab.records.common import Results
 
 
+def summary_of(kind: type[Any]) -> str:
+    """The first paragraph of a docstring, in one line."""
+    return " ".join((kind.__doc__ or "").partition("\n\n")[0].split())
+
+
 def require_extra() -> None:
     """Says which extra is missing instead of a bare ImportError deep inside a run."""
     for name in ("accelerate", "jinja2", "matplotlib", "pandas", "tabulate", "tensorboard", "tqdm"):

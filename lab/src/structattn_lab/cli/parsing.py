@@ -16,6 +16,7 @@ import tyro
 
 from structattn.errors import ConfigError, nearest_name
 from structattn_lab.cli.commands import COMMANDS, Command
+from structattn_lab.cli.output import summary_of
 from structattn_lab.cli.values import KINDS, choice, constructor
 
 _DESCRIPTION = """Compare, train and inspect attention variants.
@@ -74,12 +75,15 @@ def parse(arguments: Sequence[str]) -> Command:
         raise SystemExit(0)
     got = f", got {arguments[0]!r}"
     raise ConfigError(
-        f"expected a command before its options{got}: one of {', '.join(group or COMMANDS)}; structattn --help says what they do"
+        f"expected a command before its options{got}: one of {', '.join(group or COMMANDS)}; structattn --help says "
+        "what they do"
     )
 
 
 def _check_encoding(arguments: Sequence[str]) -> None:
-    """Bytes that are no UTF-8 come as halves of surrogate pairs, which no record, report or log can hold: better here than after training."""
+    """Bytes that are no UTF-8 come as halves of surrogate pairs, which no record, report or log can hold:
+    better here than after training.
+    """
     for before, word in zip(("", *arguments), arguments, strict=False):
         try:
             word.encode()
@@ -88,15 +92,15 @@ def _check_encoding(arguments: Sequence[str]) -> None:
             if not (option.startswith("--") and equals):
                 option, value = before if before.startswith("--") else "the argument", word
             raise ConfigError(
-                f"{option}: expected text in UTF-8, got {value!r}, with other bytes in it. Rename the file, or write it in UTF-8"
+                f"{option}: expected text in UTF-8, got {value!r}, with other bytes in it. Rename the file, or write "
+                "it in UTF-8"
             ) from None
 
 
 def _print_help(commands: dict[str, type[Command]]) -> None:
     """The commands with the first line of their docstrings."""
     kinds: list[Any] = [
-        Annotated[kind, tyro.conf.subcommand(name, description=(kind.__doc__ or "").partition("\n")[0])]
-        for name, kind in commands.items()
+        Annotated[kind, tyro.conf.subcommand(name, description=summary_of(kind))] for name, kind in commands.items()
     ]
     with contextlib.suppress(SystemExit):
         tyro.cli(functools.reduce(operator.or_, kinds), args=["--help"], prog="structattn", description=_DESCRIPTION)
@@ -126,7 +130,9 @@ def _read(kind: type[Any], arguments: Sequence[str], program: str) -> object:
 
 
 def _first_part(report: str) -> str:
-    """What tyro says before its first rule, without the frame, in one line; a terminal without UTF-8 has a rule below the title too."""
+    """What tyro says before its first rule, without the frame, in one line; a terminal without UTF-8 has a
+    rule below the title too.
+    """
     lines = [line.strip("│╭╰╮╯ ") for line in report.splitlines()][1:]
     content: list[str] = []
     for line in lines:

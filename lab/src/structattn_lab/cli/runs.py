@@ -58,13 +58,19 @@ class ForecastCommand:
     run: tyro.conf.Positional[RunFolder]
     """Folder that `structattn compare forecast` or `structattn train forecast` wrote; it is only read."""
     out: Path
-    """The CSV file to write: a row for each step ahead; a figure is written beside it, with the suffix .png."""
+    """The CSV file to write: a row for each step ahead; a figure is written beside it, with the suffix
+    .png.
+    """
     data: Path | None = None
-    """CSV file with the series so far, such as the training file with more rows. Default: the training file."""
+    """CSV file with the series so far, such as the training file with more rows. Default: the training
+    file.
+    """
     horizon: OptionalCount = None
     """Steps ahead. Default: those of the training, which are the most of models and ridge regression."""
     row: str | None = None
-    """Of a comparison: a spec, or the name of a baseline, such as "ridge regression", or how it begins. Default: the lowest validation error."""
+    """Of a comparison: a spec, or the name of a baseline, such as "ridge regression", or how it begins.
+    Default: the lowest validation error.
+    """
     variant: str | None = None
     """Of a comparison with several settings: the name of one."""
     levels: Annotated[tuple[int, ...], constructor(whole(minimum=1, maximum=99), several=True)] = (80, 95)
@@ -95,7 +101,8 @@ class ForecastCommand:
             print("dates      none in the data: its rows are taken as consecutive steps")
         count = len(done.table)
         print(
-            f"forecast   {count:,} {'step' if count == 1 else 'steps'} of {', '.join(done.columns)}, {done.time} {first} to {last}"
+            f"forecast   {count:,} {'step' if count == 1 else 'steps'} of {', '.join(done.columns)}, {done.time} "
+            f"{first} to {last}"
         )
         if done.levels:
             levels = ", ".join(str(level) for level in done.levels)
@@ -117,9 +124,13 @@ class GenerateCommand:
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Text to continue; may be repeated. Default: a line break."""
     max_new_tokens: OptionalCount = None
-    """Maximum number of new characters per prompt. Default: what fits the learned positions; 512 with rotary positions."""
+    """Maximum number of new characters per prompt. Default: what fits the learned positions; 512 with rotary
+    positions.
+    """
     temperature: Annotated[float, constructor(number(minimum=0), several=False)] = 0.8
-    """Divides the logits: 0 always takes the most likely character, 1 samples from the probabilities of the model."""
+    """Divides the logits: 0 always takes the most likely character, 1 samples from the probabilities of the
+    model.
+    """
     top_k: OptionalCount = None
     """Sample only from this number of the most likely characters."""
     top_p: Annotated[float | None, constructor(number(above=0, maximum=1), several=False)] = None

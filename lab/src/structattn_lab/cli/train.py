@@ -37,7 +37,9 @@ class TaskCommand:
     preset: str | None = None
     """Named settings of the task (see `structattn presets`). Default: default."""
     config: Path | None = None
-    """A file of settings, YAML or TOML, with the names of --set, such as the config.yaml of a run; the command line goes before it."""
+    """A file of settings, YAML or TOML, with the names of --set, such as the config.yaml of a run; the
+    command line goes before it.
+    """
     set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """A setting, as section.field=value, such as training.steps=500; may be repeated."""
     out: Path | None = None
@@ -125,7 +127,8 @@ def known(value: T | None) -> T:
 def _check_no_launcher(command: str) -> None:
     if _num_processes() > 1:
         raise ConfigError(
-            f"the processes of a launcher train one model together (structattn train); {command} trains several models with --jobs"
+            f"the processes of a launcher train one model together (structattn train); {command} trains several models "
+            "with --jobs"
         )
 
 
@@ -164,11 +167,17 @@ class CompareCommand(TaskCommand):
     widths: Counts = ()
     """Widths of the models (task.embed_dim), each with all variants. Default: the preset's."""
     budgets: Positives = ()
-    """Training compute of the runs in forward FLOPs, such as 1e12 4e12 16e12; three or more give scaling laws. Default: the preset's."""
+    """Training compute of the runs in forward FLOPs, such as 1e12 4e12 16e12; three or more give scaling
+    laws. Default: the preset's.
+    """
     jobs: Count = 1
-    """Models trained at the same time, each in its own process; for small models as many as there are cores."""
+    """Models trained at the same time, each in its own process; for small models as many as there are
+    cores.
+    """
     ray_address: str = ""
-    """Train through Ray on this cluster: auto, HOST:PORT, ray://HOST:PORT or local; --out must be on a file system that its machines share."""
+    """Train through Ray on this cluster: auto, HOST:PORT, ray://HOST:PORT or local; --out must be on a file
+    system that its machines share.
+    """
 
     def run(self, session: Session) -> None:
         require_extra()
@@ -253,7 +262,8 @@ class TrainCommand(TaskCommand):
                 resume=self.resume,
                 on_steps=None if finished else lambda _: session.began(out, f"{recipe.training.steps:,} steps"),
             )
-            # Every process of a launcher evaluates, since each may hold a part of the model, or of the text, and one speaks for all.
+            # Every process of a launcher evaluates, since each may hold a part of the model, or of the text,
+            # and one speaks for all.
             metrics = result.evaluate("test")
         if os.environ.get("RANK", "0") == "0":
             print_metrics(metrics)
@@ -262,7 +272,8 @@ class TrainCommand(TaskCommand):
 
 @dataclass(frozen=True, kw_only=True)
 class SweepCommand(TaskCommand):
-    """Hyperparameter sweep of a task: many runs, the best by validation score, and the command line that trains it again.
+    """Hyperparameter sweep of a task: many runs, the best by validation score, and the command line that
+    trains it again.
 
     Example:
       structattn sweep forecast --param training.learning_rate=log:1e-4:1e-2 --trials 20
@@ -279,8 +290,9 @@ class SweepCommand(TaskCommand):
     }
 
     param: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """A parameter to vary, in quotes: NAME=log:LOW:HIGH, NAME=uniform:LOW:HIGH, NAME=int:LOW:HIGH or NAME=choice:A,B,..., where NAME is a
-    setting, such as training.learning_rate, or attention; may be repeated."""
+    """A parameter to vary, in quotes: NAME=log:LOW:HIGH, NAME=uniform:LOW:HIGH, NAME=int:LOW:HIGH or
+    NAME=choice:A,B,..., where NAME is a setting, such as training.learning_rate, or attention; may be
+    repeated."""
     trials: OptionalCount = None
     """Number of runs, including those of an interrupted sweep. Default: 20."""
     attention: str | None = None
@@ -288,13 +300,21 @@ class SweepCommand(TaskCommand):
     seed: OptionalSeed = None
     """Seed of the runs and of the proposed values. Default: 0."""
     scheduler: Literal["asha", "none"] | None = None
-    """asha, the default: stop trials that are not among the best quarter at their step; none: run every trial to its end."""
+    """asha, the default: stop trials that are not among the best quarter at their step; none: run every trial
+    to its end.
+    """
     grace_period: OptionalCount = None
-    """Steps that every trial gets. Default: a sixteenth of the longest run, and at least training.eval_every."""
+    """Steps that every trial gets. Default: a sixteenth of the longest run, and at least
+    training.eval_every.
+    """
     jobs: OptionalCount = None
-    """Trials at the same time, each in its own process. Default: one for each GPU, or for each core without GPUs."""
+    """Trials at the same time, each in its own process. Default: one for each GPU, or for each core without
+    GPUs.
+    """
     ray_address: str = ""
-    """Train through Ray on this cluster: auto, HOST:PORT, ray://HOST:PORT or local; --out must be on a file system that its machines share."""
+    """Train through Ray on this cluster: auto, HOST:PORT, ray://HOST:PORT or local; --out must be on a file
+    system that its machines share.
+    """
 
     def run(self, session: Session) -> None:
         require_extra()

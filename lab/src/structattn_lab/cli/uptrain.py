@@ -15,11 +15,12 @@ from structattn_lab.cli.values import Count, Positive, constructor, number, whol
 
 @dataclass(frozen=True, kw_only=True)
 class UptrainCommand:
-    """Give a trained model of transformers a smaller key/value cache, and train it with the original as its teacher.
+    """Give a trained model of transformers a smaller key/value cache, and train it with the original as its
+    teacher.
 
     Examples:
-      structattn uptrain MODEL --data books/ --compression 4 --tokens 50000000 --out smaller
-      structattn uptrain MODEL --data books/ --attention "mlr:32|16|16,values=32|16|16" --tokens 50000000 --out smaller
+      structattn uptrain MODEL --data books/ --compression 4 --tokens 50000000
+      structattn uptrain MODEL --data books/ --attention "mlr:32|16|16,values=32|16|16" --out smaller
     """
 
     model: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="MODEL")]]
@@ -27,7 +28,9 @@ class UptrainCommand:
     data: Path
     """A file or a folder of text, JSON lines or Parquet; or a corpus with the tokens of the model."""
     tokens: Annotated[int, constructor(whole(minimum=1, maximum=2**53), several=False)]
-    """Tokens to train on, in whole steps of --batch-size times --context-length, at least two; the report shows the loss against them."""
+    """Tokens to train on, in whole steps of --batch-size times --context-length, at least two; the report
+    shows the loss against them.
+    """
     out: Path
     """Folder of the results: model/, results/report.html, corpus/."""
     compression: Annotated[float | None, constructor(number(minimum=1), several=False)] = None
@@ -41,11 +44,17 @@ class UptrainCommand:
     lora_rank: Annotated[int, constructor(whole(minimum=0), several=False)] = 0
     """Train adapters of this rank on attention, instead of all weights; needs peft."""
     attention: str = ""
-    """The student in place of --compression, such as mlr:32|16|16,values=32|16|16 for heads of 64 dimensions: ranks sum to these."""
+    """The student in place of --compression, such as mlr:32|16|16,values=32|16|16 for heads of 64 dimensions:
+    ranks sum to these.
+    """
     document_start: str = ""
-    """In text files, a line that begins with this begins a document, such as "PEP: ". Default: a file is one, and long ones are cut."""
+    """In text files, a line that begins with this begins a document, such as "PEP: ". Default: a file is one,
+    and long ones are cut.
+    """
     set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """A setting, as section.field=value, such as task.distillation=0.9; may be repeated (see `structattn settings uptraining`)."""
+    """A setting, as section.field=value, such as task.distillation=0.9; may be repeated (see `structattn
+    settings uptraining`).
+    """
     resume: bool = False
     """Continue what --out already holds."""
 

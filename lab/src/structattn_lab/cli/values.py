@@ -1,4 +1,6 @@
-"""What a word of an option may be: types of options, which the help names, and whose messages show the word as it was written."""
+"""What a word of an option may be: types of options, which the help names, and whose messages show the word
+as it was written.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,8 @@ class Kind:
             return ValueError(f"expected {self.expected(value)}, got {quoted(word, 60)}")
 
         if self.type not in (int, float):
-            # An empty one, such as of a variable of the shell that is not set, is no folder (it would be the current one).
+            # An empty one, such as of a variable of the shell that is not set, is no folder (it would be the
+            # current one).
             if self.type is Path and not word.strip():
                 raise wrong()
             return self.type(word)
@@ -87,7 +90,9 @@ class Kind:
 
 
 def constructor(kind: Kind, *, several: bool) -> tyro.constructors.PrimitiveConstructorSpec[Any]:
-    """How tyro reads an option of one value, or of at least one. ``None`` is a default of some, and never written."""
+    """How tyro reads an option of one value, or of at least one. ``None`` is a default of some, and never
+    written.
+    """
 
     def read(words: list[str]) -> Any:
         if not words:

@@ -1,1 +1,3 @@
-"""What the commands `compare`, `fit`, `mup check` and `uptrain` do: train or compute, write records and a report."""
+"""What the commands `compare`, `fit`, `mup check` and `uptrain` do: train or compute, write records and a
+report.
+"""

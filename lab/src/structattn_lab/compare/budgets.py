@@ -19,7 +19,9 @@ _FEWEST_STEPS = 8
 
 
 def flops_of(task: Task, model: nn.Module, steps: int) -> int:
-    """Forward FLOPs of a number of steps with one example each; steps at the full size are one product, since there may be billions."""
+    """Forward FLOPs of a number of steps with one example each; steps at the full size are one product, since
+    there may be billions.
+    """
     full, total = task.flops(model), 0
     for step in range(steps):
         if (cost := task.flops(model, step)) == full:
@@ -31,8 +33,8 @@ def flops_of(task: Task, model: nn.Module, steps: int) -> int:
 def affordable_steps(task: Task, model: nn.Module, flops: float) -> int:
     """The number of steps in a budget of forward FLOPs, with one example per step.
 
-    Examples may grow in training; once they are of the full size they stay so, and the rest is one division: small models on large
-    budgets take billions of steps.
+    Examples may grow in training; once they are of the full size they stay so, and the rest is one division:
+    small models on large budgets take billions of steps.
     """
     full, steps = task.flops(model), 0
     while (cost := task.flops(model, steps)) != full:
@@ -69,7 +71,8 @@ def training_of(tasks: TaskFactory, recipe: Recipe, spec: str) -> TrainingConfig
         return dataclasses.replace(training, steps=max(steps, training.warmup_steps + 1))
     if steps < _FEWEST_STEPS:
         raise ConfigError(
-            f"a budget of {recipe.budgets[0]:g} FLOPs pays for {steps} steps of {spec} of {task.flops(model, 0) * training.batch_size:.2g} each, "
+            f"a budget of {recipe.budgets[0]:g} FLOPs pays for {steps} steps of {spec} of "
+            f"{task.flops(model, 0) * training.batch_size:.2g} each, "
             f"and {_FEWEST_STEPS} are the fewest: give a larger budget, a smaller width or training.batch_size"
         )
     # In the shortest runs, the warm-up would take most steps.

@@ -1,4 +1,6 @@
-"""Compares attention variants on one task with the same data, budget and tuning; writes a table, figures and a report."""
+"""Compares attention variants on one task with the same data, budget and tuning; writes a table, figures and
+a report.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,8 @@ from structattn_lab.tasks.decode_time import decode_times
 from structattn_lab.tasks.factory import TaskFactory
 from structattn_lab.tasks.registry import factory_of
 
-# These may differ when a comparison is resumed: they name runs, each with a separate folder, or change no result.
+# These may differ when a comparison is resumed: they name runs, each with a separate folder, or change no
+# result.
 _FREE = (
     *("attention", "seeds", "learning_rates", "variants", "search", "widths", "budgets"),
     *(f"training.{name}" for name in WITHOUT_EFFECT),
@@ -67,7 +70,8 @@ def compare(
     show_progress: bool = True,
     on_open: Callable[[Path], None] | None = None,
 ) -> Results[ComparisonRecord]:
-    """Trains every attention spec of a recipe and writes ``results.json``, figures (PNG, SVG) and ``report.html``.
+    """Trains every attention spec of a recipe and writes ``results.json``, figures (PNG, SVG) and
+    ``report.html``.
 
     Args:
         task: its name, see ``tasks.registry.TASKS``; or what makes the tasks, for a caller that needs them
@@ -76,22 +80,24 @@ def compare(
         out: output folder, created; each run has a folder below ``runs/``. Default: see ``folders.opened``.
         preset: its name, for the record.
         command: the command line, for the record.
-        resume: continue the unfinished runs of ``out`` and read the records of the finished ones. Settings that name separate runs may differ
-            from before: specs, seeds, learning rates, variants, what is searched, widths and budgets. A finished comparison is only read; if
-            its report is missing, it is drawn again from ``results.json``.
-        runner: what trains the models. Default: ``LocalRunner()``, one at a time. ``LocalRunner(2)`` trains two at the same time, each in a
-            process with its share of the cores: small models leave most of a core's threads idle, so one process per core is then the
-            fastest. ``RayRunner`` uses a cluster.
+        resume: continue the unfinished runs of ``out`` and read the records of the finished ones. Settings
+            that name separate runs may differ from before: specs, seeds, learning rates, variants, what is
+            searched, widths and budgets. A finished comparison is only read; if its report is missing, it is
+            drawn again from ``results.json``.
+        runner: what trains the models. Default: ``LocalRunner()``, one at a time. ``LocalRunner(2)`` trains
+            two at the same time, each in a process with its share of the cores: small models leave most of a
+            core's threads idle, so one process per core is then the fastest. ``RayRunner`` uses a cluster.
         show_progress: a progress bar per run; with several jobs one for all.
         on_open: called with the output folder before anything is trained.
 
     Raises:
-        ConfigError: unknown names, specs that do not fit, or an unusable folder, such as one with other settings, before anything is
-            trained.
+        ConfigError: unknown names, specs that do not fit, or an unusable folder, such as one with other
+            settings, before anything is trained.
         CheckpointError: ``resume`` finds checkpoints with other settings or damaged ones.
 
-    Cost: training ``len(attention) * (seeds + len(learning_rates) - 1)`` models; where the sweep has separate settings
-    (smaller models), of ``len(attention) * seeds`` models and as many small ones as learning rates; all of it for each variant.
+    Cost: training ``len(attention) * (seeds + len(learning_rates) - 1)`` models; where the sweep has separate
+    settings (smaller models), of ``len(attention) * seeds`` models and as many small ones as learning rates;
+    all of it for each variant.
     """
     # matplotlib is optional: only a comparison needs it
     from structattn_lab.compare.pages import write_pages
@@ -167,7 +173,9 @@ def _results(
     resume: bool,
     show_progress: bool,
 ) -> tuple[list[Row], list[BaselineRow], tuple[tuple[Path, ...], ...]]:
-    """Trains the remaining runs; returns the rows of the attention variants and of the baselines, and the folders of each row's runs."""
+    """Trains the remaining runs; returns the rows of the attention variants and of the baselines, and the
+    folders of each row's runs.
+    """
     # Points whose sweeps have the same settings share them.
     sweeps = list({job.folder: job for point in points for job in point.sweep_jobs(folder)}.values())
     train_all(sweeps, runner=runner, resume=resume, show_progress=show_progress)
@@ -221,13 +229,16 @@ def _chosen(recipe: Recipe, spec: str, scores: dict[float, float] | None) -> flo
     best = min(scores, key=lambda rate: scores[rate])
     if not math.isfinite(scores[best]):
         raise TrainingDivergedError(
-            f"{spec}: every learning rate of the sweep diverged ({', '.join(f'{rate:g}' for rate in scores)}); try lower ones"
+            f"{spec}: every learning rate of the sweep diverged ({', '.join(f'{rate:g}' for rate in scores)}); try "
+            "lower ones"
         )
     return best
 
 
 def _decode_times(task: Task, costs: dict[str, ModelCosts]) -> dict[str, float]:
-    """The milliseconds of a decoding step by spec, where caches differ; all runs are finished, so that none of them disturbs it."""
+    """The milliseconds of a decoding step by spec, where caches differ; all runs are finished, so that none
+    of them disturbs it.
+    """
     if len({cost.cache_numbers for cost in costs.values()}) < 2:
         return {}
     device = torch.accelerator.current_accelerator() or torch.device("cpu")

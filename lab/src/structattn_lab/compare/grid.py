@@ -29,8 +29,9 @@ _AS_IT_IS = Variation(name="", changes={})
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCosts:
-    """The cost of a model: its trainable parameters and the forward FLOPs of one example; where they are known, the rank of a head's score
-    and the numbers in the key/value cache of one sequence at the context length."""
+    """The cost of a model: its trainable parameters and the forward FLOPs of one example; where they are
+    known, the rank of a head's score and the numbers in the key/value cache of one sequence at the context
+    length."""
 
     num_params: int
     flops_per_example: int
@@ -50,7 +51,8 @@ class ModelCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """A recipe of a task at one of its variants, widths and budgets, with one of the settings that are searched.
+    """A recipe of a task at one of its variants, widths and budgets, with one of the settings that are
+    searched.
 
     Attributes:
         tasks: makes its task.
@@ -71,7 +73,9 @@ class Point:
     sweep_settings: str
 
     def models(self) -> dict[str, ModelCosts]:
-        """Builds every model once on the meta device, so that a wrong spec fails before hours of training; returns the cost of each."""
+        """Builds every model once on the meta device, so that a wrong spec fails before hours of training;
+        returns the cost of each.
+        """
         self._built(self.swept)
         return self._built(self.recipe)
 
@@ -133,7 +137,9 @@ class Point:
 
 
 def points_of(tasks: TaskFactory, recipe: Recipe) -> list[Point]:
-    """Everything under which the attention variants are compared: variants x widths x budgets x search, in that order; at least one point."""
+    """Everything under which the attention variants are compared: variants x widths x budgets x search, in
+    that order; at least one point.
+    """
     axes = itertools.product(
         [Variation.parse(text) for text in recipe.variants] or [_AS_IT_IS],
         recipe.widths or (None,),

@@ -71,8 +71,8 @@ def load_matrix(text: str, size: int) -> NamedMatrix:
     """The matrix that a command-line argument names.
 
     Args:
-        text: a path ending in .npy; a name in ``EXAMPLES``; or the folder of a finished run, whose score matrix of one head is
-            taken: ``FOLDER`` (first attention layer, head 0) or ``FOLDER@LAYER.HEAD``.
+        text: a path ending in .npy; a name in ``EXAMPLES``; or the folder of a finished run, whose score
+            matrix of one head is taken: ``FOLDER`` (first attention layer, head 0) or ``FOLDER@LAYER.HEAD``.
         size: of an example.
 
     Raises:
@@ -104,7 +104,8 @@ def _from_file(path: Path) -> NamedMatrix:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
     except MemoryError as error:
         raise DataError(
-            f"{path}: its header asks for more than the memory, and it has {path.stat().st_size:,} bytes: write a smaller matrix"
+            f"{path}: its header asks for more than the memory, and it has {path.stat().st_size:,} bytes: write a "
+            "smaller matrix"
         ) from error
     except (ValueError, EOFError) as error:  # the message of numpy advises to allow pickles
         raise DataError(
@@ -127,7 +128,8 @@ def _from_run(folder: Path, layer: int, head: int) -> NamedMatrix:
     if layer >= len(layers) or head >= layers[layer].num_heads:
         heads = layers[min(layer, len(layers) - 1)].num_heads
         raise ConfigError(
-            f"{folder} has {len(layers)} attention layers of {heads} heads, numbered from 0; got layer {layer}, head {head}"
+            f"{folder} has {len(layers)} attention layers of {heads} heads, numbered from 0; got layer {layer}, head "
+            f"{head}"
         )
     matrix = layers[layer].scoring.matrix
     values = matrix.to_dense().detach().double().reshape(-1, matrix.num_rows, matrix.num_cols)[head]

@@ -28,7 +28,8 @@ def fit_matrices(
     show_progress: bool = True,
     on_open: Callable[[Path], None] | None = None,
 ) -> Results[FitsRecord]:
-    """Fits every structure to every matrix; writes ``results.json``, ``figures/error-against-parameters`` and ``report.html``.
+    """Fits every structure to every matrix; writes ``results.json``, ``figures/error-against-parameters`` and
+    ``report.html``.
 
     Args:
         matrices: what to fit.
@@ -40,8 +41,8 @@ def fit_matrices(
         on_open: called with the output folder before anything is fitted.
 
     Raises:
-        ConfigError: no matrix, two of one name, a structure that is unknown or does not exist at a size (before
-            anything is fitted), or an unusable folder.
+        ConfigError: no matrix, two of one name, a structure that is unknown or does not exist at a size
+            (before anything is fitted), or an unusable folder.
         DataError: a matrix is not finite.
     """
     from structattn_lab.report.figures.fits import draw  # matplotlib is optional

@@ -48,7 +48,8 @@ def model_card(record: ComparisonRecord, config: Any, data: str) -> str:
         "## Structure",
         _structure(structure, row.spec),
         "## Training",
-        f"{tokens:,} tokens of {Path(data).name}, {row.steps[0]:,} steps of {row.batch_size:,} windows of {settings.context_length:,} tokens{how}; learning rate "
+        f"{tokens:,} tokens of {Path(data).name}, {row.steps[0]:,} steps of {row.batch_size:,} windows of "
+        f"{settings.context_length:,} tokens{how}; learning rate "
         f"{row.learning_rate:g}; weight of the teacher's predictions {settings.distillation:g}.",
         "## Results",
         _results(record, settings.context_length),
@@ -59,7 +60,9 @@ def model_card(record: ComparisonRecord, config: Any, data: str) -> str:
 
 
 def _origin(source: str) -> tuple[str | None, str | None]:
-    """The name of a model on the hub and its license, as far as they are known: of a folder, what its own card says."""
+    """The name of a model on the hub and its license, as far as they are known: of a folder, what its own
+    card says.
+    """
     from huggingface_hub import HfApi, ModelCard, constants, try_to_load_from_cache
 
     is_folder = Path(source).is_dir()
@@ -118,9 +121,13 @@ def _results(record: ComparisonRecord, length: int) -> str:
 
 def _loading(is_structurized: bool) -> str:
     if not is_structurized:
-        return '```python\nfrom transformers import AutoModelForCausalLM\n\nmodel = AutoModelForCausalLM.from_pretrained("FOLDER")\n```'
+        return (
+            "```python\nfrom transformers import AutoModelForCausalLM\n\n"
+            'model = AutoModelForCausalLM.from_pretrained("FOLDER")\n```'
+        )
     return (
-        "```python\nfrom structattn.integrations.transformers import level_cache, load_structurized\nfrom transformers import AutoTokenizer\n\n"
+        "```python\nfrom structattn.integrations.transformers import level_cache, load_structurized\nfrom transformers "
+        "import AutoTokenizer\n\n"
         'model, tokenizer = load_structurized("FOLDER"), AutoTokenizer.from_pretrained("FOLDER")\n'
         'inputs = tokenizer("Some text", return_tensors="pt")\n'
         "tokens = model.generate(**inputs, cache=level_cache(model), max_new_tokens=50)\n```"

@@ -1,4 +1,6 @@
-"""Checks of muP for several structures: both checks of ``analysis.coordinate_check``, with their record and report."""
+"""Checks of muP for several structures: both checks of ``analysis.coordinate_check``, with their record and
+report.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ def mup_check(
     show_progress: bool = True,
     on_open: Callable[[Path], None] | None = None,
 ) -> Results[MupRecord]:
-    """Both checks for every structure under muP and the standard parametrisation; writes ``results.json``, figures, a report.
+    """Both checks for every structure under muP and the standard parametrisation; writes ``results.json``,
+    figures, a report.
 
     Args:
         config: settings.

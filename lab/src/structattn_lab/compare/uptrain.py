@@ -1,4 +1,6 @@
-"""From a trained model of transformers to the same model with a smaller cache: text, calibration, training, report, checkpoint."""
+"""From a trained model of transformers to the same model with a smaller cache: text, calibration, training,
+report, checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ _TASK = "uptraining"
 # Of the steps, on attention alone; what was tried is in docs/results/uptraining.md.
 _ATTENTION_SHARE = 0.8
 
-# A text of one or few files is cut: whole documents are held out, so there must be some for validation and test.
+# A text of one or few files is cut: whole documents are held out, so there must be some for validation and
+# test.
 _PARTS = 200
 _SHORTEST_PART = 1000  # characters
 _COMPRESSION = 4.0
@@ -86,28 +89,37 @@ def uptrain(
     """Gives a trained model a smaller key/value cache and trains it, with the given one as its teacher.
 
     Args:
-        model: the teacher: a folder that ``save_pretrained`` of transformers wrote, or a name on the hub; any decoder that ``structurize`` knows.
-        data: text to train on: a file or a folder of text, JSON lines or Parquet, or a corpus with the tokens of the model. A document
-            longer than a 200th of the text is cut.
-        out: the folder, new or empty: ``corpus`` (tokens), ``results`` (runs, curves, report.html) and ``model`` (the checkpoint).
-        tokens: to train on; rounded to whole steps of ``batch_size * context_length``, of which there are at least two.
-        compression: how many times smaller keys and values are at ``context_length``. Default: 4, unless ``attention`` is given.
-        context_length, batch_size: of a step. The context length is at most the number of positions of the model.
-        learning_rate: the highest. The best one falls with the width: 2e-3 at width 256 in docs/results/uptraining.md; no large model was measured.
+        model: the teacher: a folder that ``save_pretrained`` of transformers wrote, or a name on the hub; any
+            decoder that ``structurize`` knows.
+        data: text to train on: a file or a folder of text, JSON lines or Parquet, or a corpus with the tokens
+            of the model. A document longer than a 200th of the text is cut.
+        out: the folder, new or empty: ``corpus`` (tokens), ``results`` (runs, curves, report.html) and
+            ``model`` (the checkpoint).
+        tokens: to train on; rounded to whole steps of ``batch_size * context_length``, of which there are at
+            least two.
+        compression: how many times smaller keys and values are at ``context_length``. Default: 4, unless
+            ``attention`` is given.
+        context_length, batch_size: of a step. The context length is at most the number of positions of the
+            model.
+        learning_rate: the highest. The best one falls with the width: 2e-3 at width 256 in
+            docs/results/uptraining.md; no large model was measured.
         lora_rank: train adapters of this rank on attention alone, merged at the end. Default 0: all weights.
-        attention: the student, instead of ``compression``: a form of the task ``uptraining``, such as ``"mlr:32|16|16,values=32|16|16"`` for a
-            model whose heads have 64 dimensions, to which the ranks of keys and those of values sum.
-        document_start: in text files, a line that begins with this begins a document. Default: a file is one, and long ones are cut.
+        attention: the student, instead of ``compression``: a form of the task ``uptraining``, such as
+            ``"mlr:32|16|16,values=32|16|16"`` for a model whose heads have 64 dimensions, to which the ranks
+            of keys and those of values sum.
+        document_start: in text files, a line that begins with this begins a document. Default: a file is one,
+            and long ones are cut.
         changes: further settings, such as ``("task.distillation=0", "training.eval_every=50")``.
         resume: continue what ``out`` holds; it may hold nothing yet.
         command: the command line, for the record.
         show_progress: progress bars on stderr.
-        on_open: called with the folder, and with what it takes in words, once both are known to be right, before anything is written.
+        on_open: called with the folder, and with what it takes in words, once both are known to be right,
+            before anything is written.
 
     Raises:
-        ConfigError: the folder has files and ``resume`` is off; the model cannot be loaded or structurized, or has fewer positions than a window; no
-            ranks give the compression, or both it and ``attention`` are given; fewer tokens than two steps; a setting is out of its range, or is
-            that of an argument.
+        ConfigError: the folder has files and ``resume`` is off; the model cannot be loaded or structurized,
+            or has fewer positions than a window; no ranks give the compression, or both it and ``attention``
+            are given; fewer tokens than two steps; a setting is out of its range, or is that of an argument.
         DataError: the text cannot be read, or is shorter than one window.
         TrainingDivergedError: the loss or a weight is not finite; the last checkpoint is from before that.
 
@@ -125,7 +137,8 @@ def uptrain(
         check_number("compression", compression, minimum=1)
         if attention:
             raise ConfigError(
-                f"--compression {compression:g} and --attention {quoted(attention)} both say what the student is: give one of the two"
+                f"--compression {compression:g} and --attention {quoted(attention)} both say what the student is: give "
+                "one of the two"
             )
     out, data = check_path("out", out), check_path("data", data)
     _check_changes(changes)
@@ -195,7 +208,9 @@ def _recipe(
 
 
 def _check_changes(changes: tuple[str, ...]) -> None:
-    """Raises ``ConfigError`` for a setting that an argument gives, which would be lost, and for one of a comparison."""
+    """Raises ``ConfigError`` for a setting that an argument gives, which would be lost, and for one of a
+    comparison.
+    """
     for text in changes:
         name = Change.parse(text).name
         if name in _OPTIONS:
@@ -224,7 +239,8 @@ def _whole_steps(tokens: int, batch_size: int, context_length: int) -> int:
     step = batch_size * context_length
     if tokens < _FEWEST_STEPS * step:
         raise ConfigError(
-            f"--tokens: expected at least {_FEWEST_STEPS * step:,}, {_FEWEST_STEPS} steps of {batch_size:,} windows of {context_length:,} tokens, got "
+            f"--tokens: expected at least {_FEWEST_STEPS * step:,}, {_FEWEST_STEPS} steps of {batch_size:,} windows of "
+            f"{context_length:,} tokens, got "
             f"{tokens:,}: give more, or a smaller --batch-size or --context-length"
         )
     return round(tokens / step)
@@ -240,7 +256,8 @@ def _check_folder(out: Path, resume: bool, command: str) -> None:
     others = [name for name in names if name not in (MODEL, CORPUS, RESULTS)]
     if others:
         raise ConfigError(
-            f"{out} holds {quoted(others[0])}, which structattn uptrain did not write: give --out a folder that is empty or new"
+            f"{out} holds {quoted(others[0])}, which structattn uptrain did not write: give --out a folder that is "
+            "empty or new"
         )
     if names and not resume:
         line = f"{command} --resume" if command else "resume=True (--resume)"
@@ -256,7 +273,9 @@ def _source(data: Path, out: Path, document_start: str) -> Source:
 
 
 def _longest_document(data: Path, out: Path) -> int | None:
-    """A part of the text, in characters; of a finished corpus, whose text may be gone, the recorded one; ``None`` for a data set."""
+    """A part of the text, in characters; of a finished corpus, whose text may be gone, the recorded one;
+    ``None`` for a data set.
+    """
     if (out / MANIFEST).is_file():
         recorded: int | None = Corpus(out).manifest["settings"]["source"].get("longest_document")
         return recorded
@@ -265,7 +284,9 @@ def _longest_document(data: Path, out: Path) -> int | None:
 
 
 def _write_model(tasks: TaskFactory, recipe: Recipe, results: Results[ComparisonRecord], data: str, out: Path) -> None:
-    """The student of the only run of a comparison, as transformers saves it, with the tokenizer of the teacher and a model card."""
+    """The student of the only run of a comparison, as transformers saves it, with the tokenizer of the
+    teacher and a model card.
+    """
     ((run,),) = results.runs
     task = cast(Any, tasks(recipe.task))
     student = task.build_model(recipe.attention[0])

@@ -1,4 +1,6 @@
-"""Reads text files: UTF-8, UTF-16 and UTF-32 with a byte order mark, also in gzip; the error names other formats."""
+"""Reads text files: UTF-8, UTF-16 and UTF-32 with a byte order mark, also in gzip; the error names other
+formats.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ _READ_ONLY = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK
 
 
 class ReadingStoppedError(DataError):
-    """A source stopped answering; earlier data are correct, and the same call can continue when it answers again."""
+    """A source stopped answering; earlier data are correct, and the same call can continue when it answers
+    again.
+    """
 
 
 def is_there(path: str) -> bool:
@@ -60,15 +64,17 @@ def is_there(path: str) -> bool:
 
 @contextmanager
 def open_text(path: str, expected: str = "text") -> Iterator[IO[str]]:
-    """A file for reading as text, with ``\\r\\n`` and ``\\r`` as ``\\n``; gzip and the encoding are detected by its first bytes.
+    """A file for reading as text, with ``\\r\\n`` and ``\\r`` as ``\\n``; gzip and the encoding are detected
+    by its first bytes.
 
     Args:
-        path: a file in UTF-8, or in UTF-16 or UTF-32 with a byte order mark; also compressed with gzip, whatever its name.
+        path: a file in UTF-8, or in UTF-16 or UTF-32 with a byte order mark; also compressed with gzip,
+            whatever its name.
         expected: what the file should be, for errors.
 
     Raises:
-        DataError: no such file, not a regular one, of another format, damaged, or of an encoding without a mark; also while
-            it is read inside of the ``with``.
+        DataError: no such file, not a regular one, of another format, damaged, or of an encoding without a
+            mark; also while it is read inside of the ``with``.
         ReadingStoppedError: the operating system cannot read it.
     """
     try:
@@ -86,7 +92,9 @@ def open_text(path: str, expected: str = "text") -> Iterator[IO[str]]:
 
 
 def read_text(path: str, expected: str = "text") -> str:
-    """All text of a file, as ``open_text`` gives it; for small files, of which there may be many, in a third of the time."""
+    """All text of a file, as ``open_text`` gives it; for small files, of which there may be many, in a third
+    of the time.
+    """
     if "\0" not in path:
         try:
             handle = os.open(path, _READ_ONLY)
@@ -138,6 +146,7 @@ def _encoding(head: bytes, path: str, expected: str) -> str:
         raise DataError(f"{path}: expected {expected}, got {kind}. Save what it holds as plain text")
     if b"\0" in head:
         raise DataError(
-            f"{path}: expected {expected} in UTF-8, got zero bytes: a binary file, or UTF-16 without a byte order mark. Save it as UTF-8"
+            f"{path}: expected {expected} in UTF-8, got zero bytes: a binary file, or UTF-16 without a byte order "
+            "mark. Save it as UTF-8"
         )
     return "utf-8"

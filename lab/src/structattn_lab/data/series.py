@@ -34,7 +34,8 @@ class TimeSeries:
         times: when each was taken (UTC when the file gave offsets), strictly increasing.
         name: the column that the values came from.
         step: the time between two values in words, such as ``"1 hour"``.
-        is_ett: True for a complete file of the ETT data, hourly or quarter-hourly, which have a customary split.
+        is_ett: True for a complete file of the ETT data, hourly or quarter-hourly, which have a customary
+            split.
     """
 
     values: Floats
@@ -45,7 +46,9 @@ class TimeSeries:
 
 
 def ett_split(step: str) -> tuple[int, int, int] | None:
-    """The customary ends of the splits of ETT data, by the step between rows in words; ``None`` for other steps."""
+    """The customary ends of the splits of ETT data, by the step between rows in words; ``None`` for other
+    steps.
+    """
     if step not in _ETT_STEPS:
         return None
     a, b, c = (hours * _ETT_STEPS[step] for hours in _ETT_HOURS)
@@ -53,8 +56,9 @@ def ett_split(step: str) -> tuple[int, int, int] | None:
 
 
 def check_scale(values: Floats, where: Callable[[int], str]) -> None:
-    """Raises ``DataError`` for numbers that make scores meaningless: a few cells far beyond all others, as of a failed sensor or
-    a mark of missing values, determine the scale, so that everything else is 0; squares beyond float32 are infinite.
+    """Raises ``DataError`` for numbers that make scores meaningless: a few cells far beyond all others, as of
+    a failed sensor or a mark of missing values, determine the scale, so that everything else is 0; squares
+    beyond float32 are infinite.
 
     Args:
         values: finite numbers.
@@ -71,21 +75,25 @@ def check_scale(values: Floats, where: Callable[[int], str]) -> None:
         i = int(order[first + beyond[0] :].min())
         usual = float(ranked[first + beyond[0] - 1])
         raise DataError(
-            f"{where(i)}: expected a number like the others, got {values[i]:g}, while {first + beyond[0]} of {len(values)} are within {usual:g} of "
+            f"{where(i)}: expected a number like the others, got {values[i]:g}, while {first + beyond[0]} of "
+            f"{len(values)} are within {usual:g} of "
             f"{middle:g}. Scores would measure only this cell: correct it, or fill it in by interpolation"
         )
     if (large := np.abs(values) > _LARGEST).any():
         i = int(np.argmax(large))
         raise DataError(
-            f"{where(i)}: expected numbers of at most {_LARGEST:g}, whose squares float32 holds, got {values[i]:g}. Correct it, or write the "
+            f"{where(i)}: expected numbers of at most {_LARGEST:g}, whose squares float32 holds, got {values[i]:g}. "
+            "Correct it, or write the "
             "column in a larger unit"
         )
 
 
 def split_points(series: TimeSeries) -> tuple[int, int, int]:
-    """Where the training, validation and test rows end: ``(a, b, c)``, train is ``[0, a)``, validation ``[a, b)``, test ``[b, c)``.
+    """Where the training, validation and test rows end: ``(a, b, c)``, train is ``[0, a)``, validation
+    ``[a, b)``, test ``[b, c)``.
 
-    Of ETT data they are 12, 4 and 4 months of 30 days, and later rows are unused; of other data 60, 20 and 20 % of all rows.
+    Of ETT data they are 12, 4 and 4 months of 30 days, and later rows are unused; of other data 60, 20 and 20
+    % of all rows.
     """
     customary = ett_split(series.step) if series.is_ett else None
     return _shares(len(series.values)) if customary is None else customary
@@ -96,7 +104,9 @@ def _shares(n: int) -> tuple[int, int, int]:
 
 
 def usual_season(series: TimeSeries) -> int | None:
-    """Steps of the usual season: a day, a week of daily values, a year of months; ``None`` if there is none."""
+    """Steps of the usual season: a day, a week of daily values, a year of months; ``None`` if there is
+    none.
+    """
     if series.step in _SEASONS:
         return _SEASONS[series.step]
     steps = np.diff(series.times[:2]).astype("timedelta64[us]").astype(np.int64)
@@ -148,7 +158,8 @@ class WindowedSeries:
             )
         if spread < _SMALLEST:
             raise DataError(
-                f"expected column {series.name!r} to vary by at least {_SMALLEST:g}, whose square float32 holds, got {spread:g}. "
+                f"expected column {series.name!r} to vary by at least {_SMALLEST:g}, whose square float32 holds, got "
+                f"{spread:g}. "
                 "Write the column in a smaller unit."
             )
         self.mean = float(train.mean())
@@ -156,7 +167,9 @@ class WindowedSeries:
         self.scaled: Floats = (series.values - self.mean) / self.std
 
     def starts(self, split: DataSplit) -> range:
-        """The row of the first target of each window, in the order of ``windows``; raises ``ConfigError`` for an unknown split."""
+        """The row of the first target of each window, in the order of ``windows``; raises ``ConfigError`` for
+        an unknown split.
+        """
         if split not in SPLITS:
             raise ConfigError(f"expected a split, got {split!r}. Use one of them: {nearest_name(split, SPLITS)}")
         edges = (self.look_back, *self.bounds)
@@ -185,7 +198,9 @@ class WindowedSeries:
         return scaled * self.std + self.mean
 
     def times_at(self, split: DataSplit, index: int) -> tuple[Times, Times]:
-        """The times of the look-back and of the targets of a window; ``index`` is its row in ``windows(split)``."""
+        """The times of the look-back and of the targets of a window; ``index`` is its row in
+        ``windows(split)``.
+        """
         start = self.starts(split)[index]
         times = self.series.times
         return times[start - self.look_back : start], times[start : start + self.horizon]

@@ -71,15 +71,18 @@ class Rows:
 def read_rows(table: Table, time: str, targets: Sequence[str]) -> Rows:
     """Reads columns with the checks of ``read_columns``.
 
-    Without the column of times, and without any column of texts, which might hold them under another name, the rows are steps.
+    Without the column of times, and without any column of texts, which might hold them under another name,
+    the rows are steps.
 
     Raises:
         DataError: as ``read_columns``, also for a column that is missing.
     """
     if missing := [name for name in targets if name not in table.columns]:
         raise DataError(
-            f"{table.source}: expected the columns of the training, {', '.join(map(repr, targets))}, got a {table.noun} without "
-            f"{', '.join(map(repr, missing))}: {nearest_name(missing[0], [column for column in table.columns if column])}"
+            f"{table.source}: expected the columns of the training, {', '.join(map(repr, targets))}, got a "
+            f"{table.noun} without "
+            f"{', '.join(map(repr, missing))}: "
+            f"{nearest_name(missing[0], [column for column in table.columns if column])}"
         )
     values = np.stack([_parse_values(table, name) for name in targets])
     if time in table.columns:
@@ -90,7 +93,8 @@ def read_rows(table: Table, time: str, targets: Sequence[str]) -> Rows:
     others = [name for name in dict.fromkeys(table.columns) if name not in targets and table.columns.count(name) == 1]
     if texts := [name for name in others if not _is_number(table.cells(name)[0])]:
         raise DataError(
-            f"{table.source}: expected a time column {time!r}, as in training, got a {table.noun} without it. Name its column with --time: "
+            f"{table.source}: expected a time column {time!r}, as in training, got a {table.noun} without it. Name its "
+            "column with --time: "
             f"{nearest_name(time, texts)}"
         )
     return Rows(values=values, times=None)
@@ -109,7 +113,8 @@ def _targets(table: Table, time: str, target: str) -> list[str]:
     if target == ALL_COLUMNS:
         if "" in table.columns:
             raise DataError(
-                f"{table.source}: expected a name of every column, got none of column {table.columns.index('') + 1}. Name it, "
+                f"{table.source}: expected a name of every column, got none of column {table.columns.index('') + 1}. "
+                "Name it, "
                 "or name the columns to forecast with --target"
             )
         return [column for column in table.columns if column != time.strip()]
@@ -122,7 +127,8 @@ def _targets(table: Table, time: str, target: str) -> list[str]:
 def _column(name: str, table: Table) -> str:
     if name.strip() not in table.columns or not name.strip():
         raise DataError(
-            f"{table.source}: expected a target column {name!r}, got a file without it. Name a column of the file with --target: "
+            f"{table.source}: expected a target column {name!r}, got a file without it. Name a column of the file with "
+            "--target: "
             f"{nearest_name(name, [column for column in table.columns if column])}"
         )
     return name.strip()
@@ -203,7 +209,8 @@ def _parse_times(table: Table, column: str) -> Times:
         if (any(has) and not all(has)) or (has[0] and cell is _CLOCK):
             i = has.index(not has[0]) if not all(has) else 0
             raise DataError(
-                f"{source}: expected times of one kind in column {column!r}, got {problem}: {cells[i]!r} in {table.row(i)}. "
+                f"{source}: expected times of one kind in column {column!r}, got {problem}: {cells[i]!r} in "
+                f"{table.row(i)}. "
                 "Write all times as YYYY-MM-DD HH:MM:SS."
             )
     times: Times = parsed.dt.tz_localize(None).to_numpy().astype("datetime64[us]")
@@ -238,12 +245,15 @@ def _check_regular(times: Times, table: Table) -> str:
     )
     raise DataError(
         f"{source}: expected the same step between all rows, got {int(off.sum())} irregular steps; the usual "
-        f"step is {usual}, and the first gap is from {_when(times[i])} to {_when(times[i + 1])} ({table.row(i + 1)}). {remedy}."
+        f"step is {usual}, and the first gap is from {_when(times[i])} to {_when(times[i + 1])} ({table.row(i + 1)}). "
+        f"{remedy}."
     )
 
 
 def _are_clock_changes(times: Times, steps: npt.NDArray[np.int64], off: npt.NDArray[np.bool_]) -> bool:
-    """Whether steps are an hour too short or too long in the night to a Sunday of spring or autumn: daylight saving time."""
+    """Whether steps are an hour too short or too long in the night to a Sunday of spring or autumn: daylight
+    saving time.
+    """
     usual = most_frequent(steps)
     before = times[:-1][off] + np.timedelta64(1, "h")  # for changes at midnight, the new day
     weekdays = (before.astype("datetime64[D]").astype(np.int64) + 3) % 7

@@ -1,4 +1,6 @@
-"""The cells of a CSV file or a data frame as text; finds separators, decimal commas, compression and encoding, and raises where they are ambiguous."""
+"""The cells of a CSV file or a data frame as text; finds separators, decimal commas, compression and
+encoding, and raises where they are ambiguous.
+"""
 
 from __future__ import annotations
 
@@ -50,11 +52,13 @@ class Table(Protocol):
 
 
 class CsvTable:
-    """The cells of a CSV file, each as its text without surrounding spaces, so that messages can quote the file.
+    """The cells of a CSV file, each as its text without surrounding spaces, so that messages can quote the
+    file.
 
     Args:
-        path: the file, with one header row; ``None``: the packaged ETTh1. Its cells are separated by commas, semicolons, tabs or
-            bars; it is in UTF-8 or has a byte order mark, and may be compressed with gzip.
+        path: the file, with one header row; ``None``: the packaged ETTh1. Its cells are separated by commas,
+            semicolons, tabs or bars; it is in UTF-8 or has a byte order mark, and may be compressed with
+            gzip.
         time: the name of a column, which identifies the separator.
         needs_time: whether it must be there.
 

@@ -17,7 +17,9 @@ from structattn_lab.data.splits import SPLITS
 
 
 class TextData(NamedTuple):
-    """A text in tokens: its tokenizer, its splits by name, the digest of its content, and where it is from, for messages."""
+    """A text in tokens: its tokenizer, its splits by name, the digest of its content, and where it is from,
+    for messages.
+    """
 
     tokenizer: Tokenizer
     splits: dict[str, Tokens]

@@ -29,7 +29,8 @@ class TimeStep:
 
     Attributes:
         microseconds: a fixed time.
-        months: calendar months, from a moment of a month, or of its last day, to the same one of another month.
+        months: calendar months, from a moment of a month, or of its last day, to the same one of another
+            month.
         calendar: pandas' name of another calendar, such as ``"B"`` for business days.
     """
 
@@ -61,7 +62,8 @@ class TimeStep:
     def after(self, times: Times, count: int) -> Times:
         """The ``count`` times after the last one of ``times``, which have this step.
 
-        A series of last days of months continues with last days; where another day is not in a month, its last day takes the place.
+        A series of last days of months continues with last days; where another day is not in a month, its
+        last day takes the place.
         """
         last, number = times[-1], np.arange(1, count + 1)
         if self.microseconds:

@@ -1,4 +1,6 @@
-"""Forecasts of the future with a finished run, or with any row of a finished comparison, baselines included."""
+"""Forecasts of the future with a finished run, or with any row of a finished comparison, baselines
+included.
+"""
 
 from __future__ import annotations
 
@@ -42,35 +44,36 @@ def forecast(
         y_h = mean + std * f(window)_h          y-lo-p, y-hi-p = y_h -+ std * q_h(p)
 
     ``f`` is the model or the baseline, ``window`` the last look-back scaled by mean and standard deviation of
-    the training rows. ``q_h(p)`` is the error of rank ceil(p / 100 (n + 1)) among its n absolute errors at step h
-    of the validation windows (split conformal prediction). An interval holds the truth with a probability of at
-    least p % if the error is exchangeable with those of validation. Time series are not exactly so: where the
-    future differs from the validation rows, the intervals hold less.
+    the training rows. ``q_h(p)`` is the error of rank ceil(p / 100 (n + 1)) among its n absolute errors at
+    step h of the validation windows (split conformal prediction). An interval holds the truth with a
+    probability of at least p % if the error is exchangeable with those of validation. Time series are not
+    exactly so: where the future differs from the validation rows, the intervals hold less.
 
     Args:
-        run: the folder of a comparison of the task ``forecast``, or of one of its runs. No file in it changes.
-        frame: a pandas ``DataFrame`` with the columns of the training and its time column, or an index of times;
-            at least the look-back, with the checks of training. Without any dates the rows are steps.
-        horizon: steps ahead. Default: that of the training. Models and ridge regression go no further; the last
-            value and the last season do, as far as the validation rows measure the errors.
+        run: the folder of a comparison of the task ``forecast``, or of one of its runs. No file in it
+            changes.
+        frame: a pandas ``DataFrame`` with the columns of the training and its time column, or an index of
+            times; at least the look-back, with the checks of training. Without any dates the rows are steps.
+        horizon: steps ahead. Default: that of the training. Models and ridge regression go no further; the
+            last value and the last season do, as far as the validation rows measure the errors.
         levels: of the intervals, in percent.
         row: of a comparison, its spec or the name of a baseline, such as ``"ridge regression"``, or how it
-            begins. Default: the one with the lowest validation error. Of several seeds the one with the lowest
-            validation error forecasts.
+            begins. Default: the one with the lowest validation error. Of several seeds the one with the
+            lowest validation error forecasts.
         variant: of a comparison with several settings, the name of one. Default: the one with the lowest
             validation error, where they forecast the same columns as far ahead.
         time: the time column of the frame. Default: that of the training.
 
     Returns:
-        A ``DataFrame`` with one row for each step: the time (without dates: ``step``, the number of the row in
-        the frame from 0), and for each column its forecast, under its name, and ``NAME-lo-80``, ``NAME-hi-80``
-        and so on for each level. Its ``attrs`` are ``row``, what forecast, and ``why``.
+        A ``DataFrame`` with one row for each step: the time (without dates: ``step``, the number of the row
+        in the frame from 0), and for each column its forecast, under its name, and ``NAME-lo-80``,
+        ``NAME-hi-80`` and so on for each level. Its ``attrs`` are ``row``, what forecast, and ``why``.
 
     Raises:
         CheckpointError: the folder holds no finished run or comparison, or is damaged.
         ConfigError: it is of another task, an unknown row or variant, a horizon or level that cannot be.
-        DataError: the frame is not usable: other columns or steps than those of the training, too few rows, gaps,
-            missing values.
+        DataError: the frame is not usable: other columns or steps than those of the training, too few rows,
+            gaps, missing values.
         MissingDependencyError: pandas, or neuralforecast for its models, is not installed.
 
     Cost: one forward pass.
@@ -94,7 +97,8 @@ def forecast_file(
     time: str | None = None,
     overwrite: bool = False,
 ) -> Forecast:
-    """The same from a CSV file; writes the table as CSV, and a figure of the last window and the forecast beside it.
+    """The same from a CSV file; writes the table as CSV, and a figure of the last window and the forecast
+    beside it.
 
     Args:
         run, horizon, levels, row, variant, time: see ``forecast``.
@@ -103,7 +107,8 @@ def forecast_file(
         overwrite: replace both, if they are there.
 
     Raises:
-        ConfigError: as ``forecast``; or ``out`` has another suffix, is there, is the input, or is in the folder of the run.
+        ConfigError: as ``forecast``; or ``out`` has another suffix, is there, is the input, or is in the
+            folder of the run.
         CheckpointError, DataError, MissingDependencyError: as ``forecast``; or a file cannot be written.
     """
     # matplotlib is optional: only the figure needs it
@@ -125,7 +130,9 @@ def forecast_file(
 
 
 def _check_input(path: Path, out: Path, *, given: bool) -> None:
-    """Raises ``ConfigError`` if an output is the input, and ``DataError`` if the file of the training is gone."""
+    """Raises ``ConfigError`` if an output is the input, and ``DataError`` if the file of the training is
+    gone.
+    """
     if not is_there(str(path)):
         if not given:
             raise DataError(f"the training data, {path}, are not there: give the series with --data")
@@ -165,7 +172,8 @@ def _csv(found: Forecast) -> str:
 
 
 class _Asked:
-    """A row of a comparison, or a run, and what is asked of it: everything that can be checked before data are read.
+    """A row of a comparison, or a run, and what is asked of it: everything that can be checked before data
+    are read.
 
     Attributes:
         time, data: the time column and the file of the training.
@@ -199,7 +207,8 @@ class _Asked:
         count = rows.values.shape[1]
         if count < facts.look_back:
             raise DataError(
-                f"{table.source}: expected at least {facts.look_back:,} rows, which {self._chosen.name} looks back on, got {count:,}. Give more"
+                f"{table.source}: expected at least {facts.look_back:,} rows, which {self._chosen.name} looks back on, "
+                f"got {count:,}. Give more"
             )
         past_times = np.arange(count) if rows.times is None else rows.times
         times = np.arange(count, count + horizon)
@@ -208,7 +217,8 @@ class _Asked:
                 step = step_of(rows.times)
                 assert step is not None  # else they were refused
                 raise DataError(
-                    f"{table.source}: expected rows {facts.step.words} apart, as in training, got {step.words}. Give data of the same frequency, or "
+                    f"{table.source}: expected rows {facts.step.words} apart, as in training, got {step.words}. Give "
+                    "data of the same frequency, or "
                     "train with these"
                 )
             times = facts.step.after(rows.times, horizon)
@@ -222,7 +232,8 @@ class _Asked:
                 columns[f"{column}-hi-{level}"] = point[i] + width[i]
         if len(columns) != 1 + len(facts.columns) * (1 + 2 * len(levels)):
             raise DataError(
-                f"{table.source}: the names of columns and of their intervals, such as {facts.columns[0]}-lo-80, must differ, got "
+                f"{table.source}: the names of columns and of their intervals, such as {facts.columns[0]}-lo-80, must "
+                "differ, got "
                 f"{', '.join(map(repr, (name, *facts.columns)))}. Rename a column, and train again"
             )
         frame = pandas().DataFrame(columns)

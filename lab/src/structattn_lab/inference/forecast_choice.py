@@ -71,13 +71,15 @@ def choose(folder: Path, row: str | None, variant: str | None) -> Chosen:
 
     Raises:
         CheckpointError: it holds neither, or something is missing or damaged.
-        ConfigError: another task, unknown names, or several settings whose validation errors cannot be compared.
+        ConfigError: another task, unknown names, or several settings whose validation errors cannot be
+            compared.
     """
     is_comparison = (folder / RESULTS).is_file()
     command = _command(folder)
     if command == "compare" and not is_comparison:
         raise CheckpointError(
-            f"the comparison in {folder} is not finished: finish it with the command that started it, --resume and --out {folder}"
+            f"the comparison in {folder} is not finished: finish it with the command that started it, --resume and "
+            f"--out {folder}"
         )
     if command not in (None, "compare", "train"):
         raise CheckpointError(
@@ -104,7 +106,8 @@ def _command(folder: Path) -> str | None:
 def _check_task(folder: Path, task: str) -> None:
     if task != ForecastTask.name:
         raise ConfigError(
-            f"{folder} is of the task {task}, and forecasts are those of the task {ForecastTask.name}: give the folder of structattn compare "
+            f"{folder} is of the task {task}, and forecasts are those of the task {ForecastTask.name}: give the folder "
+            "of structattn compare "
             f"{ForecastTask.name} or train {ForecastTask.name}"
         )
 
@@ -131,7 +134,8 @@ def _from_training_data(folder: Path) -> tuple[nn.Module, ForecastTask]:
         trained = load_run(folder)
     except DataError as error:
         raise DataError(
-            f"an earlier version made {folder}, and forecasts with it need its training data as they were: put them back, or train again ({error})"
+            f"an earlier version made {folder}, and forecasts with it need its training data as they were: put them "
+            f"back, or train again ({error})"
         ) from error
     assert isinstance(trained.task, ForecastTask)
     return trained.model, trained.task
@@ -236,7 +240,8 @@ def _best(folder: Path, found: Sequence[_Candidate]) -> _Candidate:
     """The one with the lowest validation error."""
     if len({one.asks for one in found}) > 1:
         raise ConfigError(
-            f"the comparison in {folder} forecasts other columns or horizons under each of its variants: name one with --variant: "
+            f"the comparison in {folder} forecasts other columns or horizons under each of its variants: name one with "
+            "--variant: "
             f"{_known_variants(found, '')}"
         )
     return min(found, key=lambda one: one.validation)

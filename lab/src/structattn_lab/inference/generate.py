@@ -22,9 +22,12 @@ class TextGeneration:
         model: of the text task.
         prompts: texts of at least one token each.
         tokenizer: of the model. Default: the 96 characters.
-        max_new_tokens: most new tokens per prompt. Default ``None``: what fits the learned positions; 512 with rotary ones.
-        sampling, seed, use_cache: see ``LanguageModel.generate``; a model without a cache computes everything again for each token.
-        stop: a prompt ends with the first token after which its new text contains this text. Default ``""``: none.
+        max_new_tokens: most new tokens per prompt. Default ``None``: what fits the learned positions; 512
+            with rotary ones.
+        sampling, seed, use_cache: see ``LanguageModel.generate``; a model without a cache computes everything
+            again for each token.
+        stop: a prompt ends with the first token after which its new text contains this text. Default ``""``:
+            none.
 
     Attributes:
         num_tokens: tokens produced so far, over all prompts.
@@ -75,7 +78,9 @@ class TextGeneration:
         )
 
     def __iter__(self) -> Iterator[list[str | None]]:
-        """For each step the new text of every prompt, ``None`` where it has ended; empty where a character is not yet whole."""
+        """For each step the new text of every prompt, ``None`` where it has ended; empty where a character is
+        not yet whole.
+        """
         texts = [""] * self._batch_size
         unread: list[list[int]] = [[] for _ in range(self._batch_size)]
         running = [True] * self._batch_size
@@ -98,7 +103,9 @@ class TextGeneration:
             yield new
 
     def _whole(self, tokens: list[int]) -> str:
-        """The text of tokens, which are then cleared; none while their last bytes are an incomplete character."""
+        """The text of tokens, which are then cleared; none while their last bytes are an incomplete
+        character.
+        """
         text = self._tokenizer.decode(tokens)
         if text.endswith("\ufffd") and len(tokens) < _LONGEST_CHARACTER:
             return ""

@@ -1,8 +1,9 @@
 """Activation memory of a training step of a language model, in closed form.
 
-The count is that of the numbers that autograd saves, each storage once, with attention in linear memory (no T x T matrix): the fused
-kernels, those of PyTorch and the blocked backend all keep queries, keys, values, output and log-sum-exp. There are two
-exceptions: on a CPU short sequences keep their scores, and small structured matrices are expanded.
+The count is that of the numbers that autograd saves, each storage once, with attention in linear memory (no T
+x T matrix): the fused kernels, those of PyTorch and the blocked backend all keep queries, keys, values,
+output and log-sum-exp. There are two exceptions: on a CPU short sequences keep their scores, and small
+structured matrices are expanded.
 """
 
 from __future__ import annotations
@@ -75,11 +76,12 @@ class Activations:
 
     Attributes:
         blocks: of each block.
-        block_input: the residual stream at one layer: all that is kept of a block under activation checkpointing.
+        block_input: the residual stream at one layer: all that is kept of a block under activation
+            checkpointing.
         ends: embedding, last norm, LM head and cross entropy.
-        block_gradients: of each block; not kept, but allocated in addition while it is differentiated: an estimate, the larger of the
-            gradients of the hidden layer, before and after the GELU, and twice those of queries, keys, values and output; and the
-            gradient of the residual stream.
+        block_gradients: of each block; not kept, but allocated in addition while it is differentiated: an
+            estimate, the larger of the gradients of the hidden layer, before and after the GELU, and twice
+            those of queries, keys, values and output; and the gradient of the residual stream.
         loss_gradients: likewise at the start of the backward pass: those of log-probabilities and logits.
     """
 
@@ -99,9 +101,10 @@ class Activations:
 
         Args:
             batch, length: sequences and their tokens.
-            checkpointing: of every block. The peak is at the ends, or later, when these are freed and the forward pass of a
-                block is repeated.
-            gradients: includes those of activations, which are temporary. The peak may then be at another point.
+            checkpointing: of every block. The peak is at the ends, or later, when these are freed and the
+                forward pass of a block is repeated.
+            gradients: includes those of activations, which are temporary. The peak may then be at another
+                point.
         """
         ends = self.ends + self.loss_gradients if gradients else self.ends
         inputs = self.block_input.times(len(self.blocks))
@@ -117,8 +120,8 @@ class Activations:
 def activations(model: LanguageModel, precision: Precision, device: Literal["cuda", "cpu"] = "cuda") -> Activations:
     """The activation memory of a training step, in closed form.
 
-    In bytes per token, with c = 4, or 2 under bf16 autocast, x the input of a block, D the dimension of queries and keys, V that of
-    values, G <= H the heads of keys and values:
+    In bytes per token, with c = 4, or 2 under bf16 autocast, x the input of a block, D the dimension of
+    queries and keys, V that of values, G <= H the heads of keys and values:
 
         norms           2 (4 E + 8)                               their inputs, and the statistics of each row
         projections     their inputs: 4 E for all; under autocast 2 E for each, since each casts anew
@@ -227,7 +230,8 @@ def _op_bytes(attention: Attention, narrow: int) -> int:
 def _inside(matrix: StructuredMatrix, product: Callable[[Tensor], Tensor], precision: Precision) -> SavedBytes:
     """What a structured product keeps in addition to its float32 input, its output and 16-bit factors.
 
-    Under autocast everything inside has 16 bits, and every multiplication casts the input anew and keeps that.
+    Under autocast everything inside has 16 bits, and every multiplication casts the input anew and keeps
+    that.
     """
     (own, read), (own_of_two, read_of_two) = (_numbers_inside(matrix, product, n * _FEW) for n in (1, 2))
     inside, views = (own_of_two - own) // _FEW, (read_of_two - read) // _FEW
@@ -237,7 +241,9 @@ def _inside(matrix: StructuredMatrix, product: Callable[[Tensor], Tensor], preci
 
 
 def _numbers_inside(matrix: StructuredMatrix, product: Callable[[Tensor], Tensor], length: int) -> tuple[int, int]:
-    """The number of values that a product saves for one sequence: in separate storages, and as views of its input."""
+    """The number of values that a product saves for one sequence: in separate storages, and as views of its
+    input.
+    """
     own: dict[int, Tensor] = {}  # by storage; references to the tensors are kept, so that no address is used twice
     views = 0
     x = torch.empty(1, 1, 1, length, matrix.num_rows, device="meta", requires_grad=True)

@@ -1,4 +1,6 @@
-"""How long presets take on this machine: counted steps and FLOPs, and the time of a few training steps, measured."""
+"""How long presets take on this machine: counted steps and FLOPs, and the time of a few training steps,
+measured.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,8 @@ def measured_step(task_name: str) -> StepTime:
 
 
 def estimated_seconds(task_name: str, recipe: Recipe, step: StepTime) -> float | None:
-    """What a comparison with a recipe takes, one run after the other; ``None`` where its models need your data, or a library that is not here.
+    """What a comparison with a recipe takes, one run after the other; ``None`` where its models need your
+    data, or a library that is not here.
 
     Every variant counts as the first one, and of a large grid some points count for all.
     """

@@ -1,16 +1,21 @@
-"""The time of causal attention over a divided sequence, simulated: an extrapolation from counted FLOPs and bytes, not a measurement.
+"""The time of causal attention over a divided sequence, simulated: an extrapolation from counted FLOPs and
+bytes, not a measurement.
 
-A process computes FLOPs at one rate and sends and gets bytes at another, both at once where ``sa.parallel.context_parallel`` does. A layer ends when
-the last process has ended, since the next exchange needs all of them.
+A process computes FLOPs at one rate and sends and gets bytes at another, both at once where
+``sa.parallel.context_parallel`` does. A layer ends when the last process has ended, since the next exchange
+needs all of them.
 
     contiguous           equal shards of neighboring tokens
-    uneven lengths       contiguous, with the lengths that even attention and linear layers together (``LevelLayout.balanced_shards``)
+    uneven lengths       contiguous, with the lengths that even attention and linear layers together
+                         (``LevelLayout.balanced_shards``)
     head-tail            ``order="head-tail"``: process p holds shards p and 2 N - 1 - p
-    shared rectangles    contiguous; a process with little work computes queries of others against its own keys: queries come, outputs go
-                         back. Simulated for comparison: the op does not have it.
+    shared rectangles    contiguous; a process with little work computes queries of others against its own
+                         keys: queries come, outputs go back. Simulated for comparison: the op does not have
+                         it.
 
-Source: striped attention (Brandon et al. 2023) evens causal ring attention; Llama 3 (Dubey et al. 2024, section 3.3.2) divides a sequence into 2 N
-shards of which a process holds p and 2 N - 1 - p. That the work of an idle process can be queries of others is ours.
+Source: striped attention (Brandon et al. 2023) evens causal ring attention; Llama 3 (Dubey et al. 2024,
+section 3.3.2) divides a sequence into 2 N shards of which a process holds p and 2 N - 1 - p. That the work of
+an idle process can be queries of others is ours.
 """
 
 from __future__ import annotations
@@ -104,8 +109,10 @@ class _Work:
 
     Attributes:
         lengths: the tokens of each process.
-        own, spans, helped: (2, N), FLOPs of scores and of values: of a process with its own keys, with those of others, and of queries of others.
-        first, second: (N, N) bytes that travel before the work on them, and after it; for the passes forward and back.
+        own, spans, helped: (2, N), FLOPs of scores and of values: of a process with its own keys, with those
+            of others, and of queries of others.
+        first, second: (N, N) bytes that travel before the work on them, and after it; for the passes forward
+            and back.
     """
 
     lengths: tuple[int, ...]
@@ -236,8 +243,9 @@ def _helped(layer: Layer, lengths: tuple[int, ...]) -> _Work:
 def _shares(flops: Tensor) -> Tensor:
     """(N, N): the share of the queries of process i against the keys of process j that process j computes.
 
-    From the last process on, which has the most work, each gives away what is above the mean, to those that have the least. Where pairs share
-    too few levels for that, what two processes share is divided anew between them, until the work is even.
+    From the last process on, which has the most work, each gives away what is above the mean, to those that
+    have the least. Where pairs share too few levels for that, what two processes share is divided anew
+    between them, until the work is even.
     """
     pair, load = flops.tolist(), flops.sum(1).tolist()
     mean, given = sum(load) / len(load), [[0.0] * len(load) for _ in load]

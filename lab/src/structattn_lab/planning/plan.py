@@ -32,8 +32,8 @@ class NamedSize(NamedTuple):
     batch_tokens: int
 
 
-# Brown et al. 2020, table 2.1, batches rounded to powers of two. Two rows there do not divide: 1.3B has 24 heads of 128 at width
-# 2048 (here 16), 13B a width of 5140 with 40 heads of 128 (here 5120).
+# Brown et al. 2020, table 2.1, batches rounded to powers of two. Two rows there do not divide: 1.3B has 24
+# heads of 128 at width 2048 (here 16), 13B a width of 5140 with 40 heads of 128 (here 5120).
 SIZES = {
     "125m": NamedSize(12, 768, 12, 2**19),
     "350m": NamedSize(24, 1024, 16, 2**19),
@@ -52,20 +52,23 @@ class PlanRequest:
     """The model to train, and the GPUs.
 
     Args:
-        attention: spec of every layer, or a list in brackets. Text layouts are counted for a text without boundaries.
+        attention: spec of every layer, or a list in brackets. Text layouts are counted for a text without
+            boundaries.
         embed_dim, num_layers, num_heads, num_kv_heads, vocab_size: of the model.
         context_length: tokens of a sequence.
         precision: ``"bf16"`` is autocast: weights, gradients and moments stay in float32. ``"float32"``.
         batch_tokens: tokens of a step over all GPUs; at least one sequence.
         gpu_memory_gib: of one GPU.
         sequence_gpus: GPUs that divide each sequence among them. Default ``None``: none does.
-        link: bytes per second that one GPU sends while it gets as many. Default ``None``: not known, and then exchanges have bytes only.
+        link: bytes per second that one GPU sends while it gets as many. Default ``None``: not known, and then
+            exchanges have bytes only.
         tokens: that the model is trained on. Default ``None``: not known.
-        gpu_flops: FLOPs per second that one GPU was measured to reach in training, counted as here. Default ``None``: not known, and
-            then no time is given.
+        gpu_flops: FLOPs per second that one GPU was measured to reach in training, counted as here. Default
+            ``None``: not known, and then no time is given.
 
     Raises:
-        ConfigError: a number is out of its range, ``gpu_flops`` comes without ``tokens``, or ``link`` without ``sequence_gpus``.
+        ConfigError: a number is out of its range, ``gpu_flops`` comes without ``tokens``, or ``link`` without
+            ``sequence_gpus``.
     """
 
     attention: str = "standard"
@@ -108,7 +111,8 @@ class PlanRequest:
         """A request for a size by name, with optional changes, or for given numbers without a name.
 
         Args:
-            model: one of ``SIZES``, or ``None``: then ``embed_dim``, ``num_layers`` and ``num_heads`` are needed.
+            model: one of ``SIZES``, or ``None``: then ``embed_dim``, ``num_layers`` and ``num_heads`` are
+                needed.
             **changes: as the class; ``None`` leaves the value of the named size, or the default.
 
         Raises:
@@ -121,12 +125,14 @@ class PlanRequest:
         missing = [name for name in ("embed_dim", "num_layers", "num_heads") if name not in given]
         if missing:
             raise ConfigError(
-                f"expected a model ({', '.join(SIZES)}), or embed_dim, num_layers and num_heads: give {', '.join(missing)}"
+                f"expected a model ({', '.join(SIZES)}), or embed_dim, num_layers and num_heads: give "
+                f"{', '.join(missing)}"
             )
         return cls(**given)
 
     def build(self) -> LanguageModel:
-        """The model, on the meta device: no weights. Positions are rotary, so that no table grows with the context.
+        """The model, on the meta device: no weights. Positions are rotary, so that no table grows with the
+        context.
 
         Raises:
             ConfigError: the spec does not fit.
@@ -152,7 +158,8 @@ class States:
     Attributes:
         weights, gradients: float32.
         optimizer: of AdamW: two moments and, per tensor, the step.
-        weight_copies: 16-bit weights that autocast makes, and weights in another order; between forward and backward pass.
+        weight_copies: 16-bit weights that autocast makes, and weights in another order; between forward and
+            backward pass.
         block: weights of the largest block.
         ends: weights that are in no block.
     """
@@ -170,7 +177,8 @@ class GpuLayout:
     """How the training can be distributed over GPUs.
 
     Attributes:
-        kind: ``"DDP"``: every GPU holds everything, and any number of GPUs is possible; ``"FSDP"``: states are divided (ZeRO stage 3).
+        kind: ``"DDP"``: every GPU holds everything, and any number of GPUs is possible; ``"FSDP"``: states
+            are divided (ZeRO stage 3).
         num_gpus: 1 for DDP, at least; for FSDP the GPUs that states are divided among.
         checkpointing: whether blocks are computed again in the backward pass.
         micro_batch: sequences that a GPU computes at once.
@@ -199,7 +207,8 @@ class SequencePlan:
 
     Attributes:
         traffic: bytes of the attention.
-        checkpointing: whether blocks are computed again in the backward pass; only where it does not fit otherwise.
+        checkpointing: whether blocks are computed again in the backward pass; only where it does not fit
+            otherwise.
         bytes_per_gpu: peak, with the keys and values that arrive.
         fits: whether a GPU has that much memory.
     """
@@ -229,7 +238,8 @@ class TrainingPlan:
         activations: of a step.
         cache_bytes: keys and values of one sequence of that context at inference.
         layout: a suggestion.
-        sequence: sequences divided among GPUs; ``None`` where that is not asked for, or not possible: a layer has two softmaxes.
+        sequence: sequences divided among GPUs; ``None`` where that is not asked for, or not possible: a layer
+            has two softmaxes.
     """
 
     request: PlanRequest
@@ -244,12 +254,14 @@ class TrainingPlan:
     sequence: SequencePlan | None
 
     def training_flops_per_token(self, *, checkpointing: bool) -> float:
-        """Forward and backward pass; for each product of the forward pass the backward pass has two. Softmax, norms and the scores
-        that fused attention computes again are not counted."""
+        """Forward and backward pass; for each product of the forward pass the backward pass has two. Softmax,
+        norms and the scores that fused attention computes again are not counted."""
         return 3 * self.forward_flops_per_token + (self.recomputed_flops_per_token if checkpointing else 0.0)
 
     def activation_bytes(self, *, checkpointing: bool, gradients: bool = False) -> int:
-        """Peak bytes that one sequence keeps for the backward pass; with ``gradients`` including temporary ones."""
+        """Peak bytes that one sequence keeps for the backward pass; with ``gradients`` including temporary
+        ones.
+        """
         length = self.request.context_length
         return self.activations.nbytes(1, length, checkpointing=checkpointing, gradients=gradients)
 
@@ -334,9 +346,10 @@ def bytes_per_gpu(
 ) -> int:
     """Peak memory of one GPU in a step.
 
-    With one shard (DDP): weights, gradients, moments, copies of weights, the buckets in which DDP exchanges gradients (a second copy
-    of them), and activations. With N (FSDP): an N-th of weights, gradients and moments, activations, and gathered tensors: the
-    weights of two blocks and of the ends, and the gradients of one block and of the ends, in the precision of the computation.
+    With one shard (DDP): weights, gradients, moments, copies of weights, the buckets in which DDP exchanges
+    gradients (a second copy of them), and activations. With N (FSDP): an N-th of weights, gradients and
+    moments, activations, and gathered tensors: the weights of two blocks and of the ends, and the gradients
+    of one block and of the ends, in the precision of the computation.
     """
     data = kept.nbytes(micro_batch, request.context_length, checkpointing=checkpointing, gradients=True)
     whole = states.weights + states.gradients + states.optimizer
@@ -350,7 +363,8 @@ def bytes_per_gpu(
 
 
 def suggest_layout(request: PlanRequest, states: States, kept: Activations) -> GpuLayout:
-    """The layout with the fewest shards, a power of two, that fits; without activation checkpointing where that fits too.
+    """The layout with the fewest shards, a power of two, that fits; without activation checkpointing where
+    that fits too.
 
     Among these the largest micro-batch, a power of two, that fits and that the batch has.
     """

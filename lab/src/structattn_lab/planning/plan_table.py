@@ -9,7 +9,9 @@ from structattn_lab.report.table import Table
 
 
 def _in_units(value: float, prefixes: str, unit: str = "") -> str:
-    """The value with the largest of the decimal prefixes that it reaches; below all of them a whole number."""
+    """The value with the largest of the decimal prefixes that it reaches; below all of them a whole
+    number.
+    """
     for power, prefix in reversed(list(enumerate(prefixes, start=1))):
         if value >= 1000**power:
             return f"{value / 1000**power:,.2f} {prefix}{unit}"
@@ -139,22 +141,28 @@ def format_plans(plans: Sequence[TrainingPlan]) -> str:
     groups = "" if request.num_kv_heads is None else f" ({request.num_kv_heads} for keys and values)"
     head = (
         f"{request.num_layers} layers, width {request.embed_dim:,}, {request.num_heads} heads{groups}, vocabulary "
-        f"{request.vocab_size:,}, context {request.context_length:,}, {request.precision}, GPUs of {request.gpu_memory_gib:g} GiB"
+        f"{request.vocab_size:,}, context {request.context_length:,}, {request.precision}, GPUs of "
+        f"{request.gpu_memory_gib:g} GiB"
     )
     notes = [
-        f"Memory is whole, before any sharding; a layout fits if it takes at most {USABLE:.0%} of a GPU. Multiply activations by the",
+        f"Memory is whole, before any sharding; a layout fits if it takes at most {USABLE:.0%} of a GPU. Multiply "
+        "activations by the",
         "sequences of a micro-batch. FLOPs: 2 per multiply-add; training is three times the forward pass.",
     ]
     if not all(plan.layout.fits for plan in plans):
         notes += [
-            "too small: even the layout that needs the least memory (shown) does not fit. Give a shorter context, GPUs with more memory, or",
+            "too small: even the layout that needs the least memory (shown) does not fit. Give a shorter context, GPUs "
+            "with more memory, or",
             "a larger batch, over whose sequences more GPUs can divide the states.",
         ]
     if request.sequence_gpus is not None:
         notes += [
-            "A sequence over GPUs: counted bytes of the GPU that sends or gets the most (head-tail order), one sequence for each step; the seconds are",
-            "bytes over --link, without what computing hides. An extrapolation, not a measurement. Ring attention: Liu et al. 2023; Ulysses: Jacobs et al.",
-            "2023, with key heads repeated to the number of GPUs, of which it takes at most the number of heads. FSDP's own traffic is not counted.",
+            "A sequence over GPUs: counted bytes of the GPU that sends or gets the most (head-tail order), one "
+            "sequence for each step; the seconds are",
+            "bytes over --link, without what computing hides. An extrapolation, not a measurement. Ring attention: Liu "
+            "et al. 2023; Ulysses: Jacobs et al.",
+            "2023, with key heads repeated to the number of GPUs, of which it takes at most the number of heads. "
+            "FSDP's own traffic is not counted.",
         ]
     if request.gpu_flops is None:
         notes.append(

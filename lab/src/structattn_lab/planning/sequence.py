@@ -1,16 +1,19 @@
-"""A training whose sequences are divided among GPUs: the bytes between them in the attention, and the memory of one of them.
+"""A training whose sequences are divided among GPUs: the bytes between them in the attention, and the memory
+of one of them.
 
-Per layer and pass, of the GPU that sends or gets the most, with N GPUs, heads of D (scores) and V (values) dimensions, c bytes each number:
+Per layer and pass, of the GPU that sends or gets the most, with N GPUs, heads of D (scores) and V (values)
+dimensions, c bytes each number:
 
     this library      ``LevelLayout.communication_bytes`` with ``order="head-tail"``
     ring attention    c T (N - 1) / N (G D + G V): every key goes to every GPU; the same code with one level
-    Ulysses           c T / N (N - 1) / N (H D + G D + G V + H V): queries, keys, values and outputs change from tokens to heads and back. G is at
-                      least N, since each GPU needs a key head; more than H GPUs are not possible
+    Ulysses           c T / N (N - 1) / N (H D + G D + G V + H V): queries, keys, values and outputs change
+                      from tokens to heads and back. G is at least N, since each GPU needs a key head; more
+                      than H GPUs are not possible
 
 The backward pass sends as many bytes again, and with activation checkpointing the second forward pass does.
 
-Source: ring attention, Liu et al. 2023 (which sends keys and values again in the backward pass; here they are kept); Ulysses, Jacobs et al. 2023
-(DeepSpeed-Ulysses, section 3).
+Source: ring attention, Liu et al. 2023 (which sends keys and values again in the backward pass; here they are
+kept); Ulysses, Jacobs et al. 2023 (DeepSpeed-Ulysses, section 3).
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ FAR = 2**30  # a block that holds any sequence
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceTraffic:
-    """The bytes that one GPU sends or gets in a pass, whichever is more; of each layer those of the GPU with the most.
+    """The bytes that one GPU sends or gets in a pass, whichever is more; of each layer those of the GPU with
+    the most.
 
     Attributes:
         layers: of each layer, with the levels that GPUs share.
@@ -59,7 +63,8 @@ def sequence_traffic(
         precision: what travels has 2 bytes for each number with ``"bf16"``, else 4.
 
     Returns:
-        ``None`` for a model with a layer of two softmaxes, which ``sa.parallel.context_parallel`` does not compute.
+        ``None`` for a model with a layer of two softmaxes, which ``sa.parallel.context_parallel`` does not
+        compute.
 
     Cost: O(layers N^2) where all layers differ; equal layers are counted once.
     """

@@ -1,4 +1,6 @@
-"""Results as typed records: what is written at the end of a run or a comparison, and all that a report reads."""
+"""Results as typed records: what is written at the end of a run or a comparison, and all that a report
+reads.
+"""
 
 from structattn.machine import Hardware
 from structattn_lab.records.common import FORMAT_VERSION, Json, ResultRecord, Results, read_file

@@ -1,4 +1,6 @@
-"""The record of a comparison, ``results.json``: its rows, its baselines, and their scaling laws or model selection."""
+"""The record of a comparison, ``results.json``: its rows, its baselines, and their scaling laws or model
+selection.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,8 @@ class Row(GridPosition):
         num_params: trainable ones.
         flops_per_example: of the forward pass, 2 per multiply-add.
         rank: the largest rank that the bilinear form of one head can have, where the model defines it.
-        cache_numbers: in the key/value cache of one sequence at the context length, all layers; ``None`` where the model has no cache.
+        cache_numbers: in the key/value cache of one sequence at the context length, all layers; ``None``
+            where the model has no cache.
         compute: forward FLOPs of all training examples, mean over seeds.
         seconds, steps_per_second, tokens_per_second, mfu: of the training, means over seeds.
         peak_memory_bytes: the largest.
@@ -113,7 +116,8 @@ class Baseline:
         name, note: of the method, and how it works.
         metrics: on the test split, by name.
         validation: the deciding metric on the validation split; ``None`` where the method has none.
-        details: data for the figures of the task: lists and numbers only, by the names that ``Task.details`` gives them.
+        details: data for the figures of the task: lists and numbers only, by the names that ``Task.details``
+            gives them.
     """
 
     name: str
@@ -191,8 +195,8 @@ class Law:
         width: ``None`` for the best one of every budget.
         points: by budget.
         fit: ``None`` with fewer than three budgets.
-        intervals: of 95 %, of ``irreducible``, ``coefficient`` and ``exponent``; ``None`` where neither seeds nor points are more than the fit
-            needs.
+        intervals: of 95 %, of ``irreducible``, ``coefficient`` and ``exponent``; ``None`` where neither seeds
+            nor points are more than the fit needs.
         multiplier: ``None`` for the baseline, without a fit, or where the two reach no common loss.
     """
 
@@ -205,7 +209,9 @@ class Law:
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """The laws of an attention variant under one setting: over the best width of every budget, and at each width."""
+    """The laws of an attention variant under one setting: over the best width of every budget, and at each
+    width.
+    """
 
     setting: str | None
     spec: str
@@ -223,7 +229,8 @@ class Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class CriticalDifferences:
-    """Critical differences of means over seeds from the lowest one: larger ones are not explained by the seeds.
+    """Critical differences of means over seeds from the lowest one: larger ones are not explained by the
+    seeds.
 
     Attributes:
         level: of confidence, for all pairs together.

@@ -16,10 +16,11 @@ class Progress:
     Attributes:
         step: optimizer steps that were run.
         best_step: that of the lowest validation score.
-        history: one entry per validation: step, compute (forward FLOPs of all training examples so far), train_loss (mean since the last
-            one), validation_<metric>.
-        speeds: one entry per validation, of the training since the last one: step, seconds, tokens_per_second, mfu and hfu,
-            peak_memory_bytes so far. They differ from one run to the next, unlike ``history``.
+        history: one entry per validation: step, compute (forward FLOPs of all training examples so far),
+            train_loss (mean since the last one), validation_<metric>.
+        speeds: one entry per validation, of the training since the last one: step, seconds,
+            tokens_per_second, mfu and hfu, peak_memory_bytes so far. They differ from one run to the next,
+            unlike ``history``.
         seconds: training and validation, over all sessions of a resumed run.
         peak_memory_bytes: of the last session.
         compute: forward FLOPs of all training examples.
@@ -40,7 +41,9 @@ class Progress:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilisation: those of the training steps, relative to the machine's matrix products in the same time."""
+        """Model FLOPs utilisation: those of the training steps, relative to the machine's matrix products in
+        the same time.
+        """
         return self._mean_speed("mfu")
 
     def _mean_speed(self, name: str) -> float:
@@ -48,8 +51,8 @@ class Progress:
         return sum(entry[name] * entry["seconds"] for entry in self.speeds) / seconds if seconds else 0.0
 
     def final_validation_score(self, metric: str, patience: int | None) -> float:
-        """The validation score of the final weights: the best ones under early stopping, else the last; infinite if it is
-        not finite."""
+        """The validation score of the final weights: the best ones under early stopping, else the last;
+        infinite if it is not finite."""
         entries = [e for e in self.history if patience is None or e["step"] == self.best_step]
         score = entries[-1][f"validation_{metric}"] if entries else math.inf
         return float(score) if math.isfinite(score) else math.inf
@@ -61,11 +64,12 @@ class RunRecord:
 
     Attributes:
         task, spec, seed: of the run.
-        data: SHA-256 of the data that the task read; empty for generated data, ``None`` in the first runs, which did not
-            record it.
+        data: SHA-256 of the data that the task read; empty for generated data, ``None`` in the first runs,
+            which did not record it.
         config, task_config: settings of the training and of the task.
         record: data that a trained model needs in addition to settings and weights (see ``Task.record``).
-        progress: what the run did; ``None`` in a record of version 0.1.0, which has it in the last checkpoint.
+        progress: what the run did; ``None`` in a record of version 0.1.0, which has it in the last
+            checkpoint.
         model_sha256: of ``model.safetensors``.
     """
 

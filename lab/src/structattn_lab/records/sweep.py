@@ -17,7 +17,8 @@ class Parameter:
 
     Attributes:
         name: of the setting, in full, or ``"attention"``.
-        low, high: the range, both ends included; whole numbers for a setting of whole numbers. ``None`` with choices.
+        low, high: the range, both ends included; whole numbers for a setting of whole numbers. ``None`` with
+            choices.
         log: search the logarithm.
         choices: texts, as ``--set`` takes them.
     """
@@ -47,9 +48,10 @@ class Trial:
     Attributes:
         number: from 1, in the order in which trials begin.
         params: the values of the parameters, by name.
-        status: ``running``: started; after an interruption it continues from its last checkpoint. ``finished``. ``stopped`` early by the
-            scheduler. ``diverged``: a loss, a weight or the score is not finite. ``failed``: the values do not fit together, or not to the
-            data. ``crashed``: anything else, such as memory or a disk that is full; it is tried again when the sweep is resumed.
+        status: ``running``: started; after an interruption it continues from its last checkpoint.
+            ``finished``. ``stopped`` early by the scheduler. ``diverged``: a loss, a weight or the score is
+            not finite. ``failed``: the values do not fit together, or not to the data. ``crashed``: anything
+            else, such as memory or a disk that is full; it is tried again when the sweep is resumed.
         score: of validation; only finished and stopped trials end with one.
         step: the last one that is known.
         seconds: wall-clock, over all sessions.
@@ -72,7 +74,9 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Scheduler:
-    """What stops trials early: its name, the steps that every trial gets, and the factor between two looks."""
+    """What stops trials early: its name, the steps that every trial gets, and the factor between two
+    looks.
+    """
 
     name: Literal["asha"]
     grace_period: int

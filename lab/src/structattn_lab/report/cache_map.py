@@ -12,7 +12,9 @@ CACHE_ITEM_BYTES = 2  # bf16
 
 
 def cached_rows(record: ComparisonRecord) -> list[Row]:
-    """The rows with a known cache; none where all caches are equally large, so that there is nothing to map."""
+    """The rows with a known cache; none where all caches are equally large, so that there is nothing to
+    map.
+    """
     rows = [row for row in record.rows if row.cache_numbers is not None]
     return rows if len({row.cache_numbers for row in rows}) > 1 else []
 
@@ -24,7 +26,8 @@ def bytes_per_token(record: ComparisonRecord, row: Row) -> float:
 
 
 def cache_table(record: ComparisonRecord, metrics: tuple[str, ...] = ()) -> Table | None:
-    """A line for each attention variant, the smallest cache first; of one without a cache the columns of caches have a dash.
+    """A line for each attention variant, the smallest cache first; of one without a cache the columns of
+    caches have a dash.
 
     Args:
         record: of a task of language models.
@@ -69,9 +72,12 @@ def cache_table(record: ComparisonRecord, metrics: tuple[str, ...] = ()) -> Tabl
         words=("attention", *setting, "on the frontier"),
         title="Quality and cache",
         notes=(
-            f"cache: keys and values of all layers at {record.config['task']['context_length']:,} tokens in bf16, over the tokens; ms per token: the median "
-            "of 64 decoding steps at the end of a sequence, the variants in turn; on the frontier: yes where no variant with at most as many "
-            f"bytes has a lower mean {record.metric}; not distinguishable where one has, but the difference is not significant over the "
+            f"cache: keys and values of all layers at {record.config['task']['context_length']:,} tokens in bf16, over "
+            "the tokens; ms per token: the median "
+            "of 64 decoding steps at the end of a sequence, the variants in turn; on the frontier: yes where no "
+            "variant with at most as many "
+            f"bytes has a lower mean {record.metric}; not distinguishable where one has, but the difference is not "
+            "significant over the "
             "seeds (95 %, Games and Howell's test).",
         ),
     )

@@ -31,7 +31,9 @@ from structattn_lab.report.task_report import TaskReport
 
 
 def table(record: ComparisonRecord, task: TaskReport) -> Table:
-    """A line for each attention variant in the order asked for, the best one marked, and below them the baselines."""
+    """A line for each attention variant in the order asked for, the best one marked, and below them the
+    baselines.
+    """
     best = next(iter(ranked_rows(record)), None)
     scores = [score_of(row) for row in record.rows] + [baseline_score(record, row) for row in record.baselines]
     longest = max((score for score in scores if score is not None), default=0.0)
@@ -91,7 +93,8 @@ def page(record: ComparisonRecord, figures: Sequence[Figure], task: TaskReport) 
         ],
         origin=Origin.of(record),
         notes=(
-            f"The score is {record.metric}: {record.metric_label}. Lower is better; the bars below the scores share one linear scale.",
+            f"The score is {record.metric}: {record.metric_label}. Lower is better; the bars below the scores share "
+            "one linear scale.",
             "± is the standard deviation over seeds." if several else "One seed was run, so no spread is known.",
             "FLOPs are those of the forward pass of one example, 2 per multiply-add, counted on the structure.",
             "Peak memory is the resident set of the process; seconds are wall-clock on this machine.",

@@ -19,7 +19,9 @@ def fmt_error(value: float) -> str:
 
 
 def _nearest(matrix: FittedMatrix) -> FitRow | None:
-    """The smallest error within a quarter of the parameters of a dense matrix; the fewest parameters among equals."""
+    """The smallest error within a quarter of the parameters of a dense matrix; the fewest parameters among
+    equals.
+    """
     budget = _BUDGET * matrix.num_rows * matrix.num_cols
     rows = [row for row in matrix.rows if row.num_params <= budget]
     return min(rows, key=lambda row: (max(row.relative_error, 1e-9), row.num_params), default=None)
@@ -41,7 +43,10 @@ def _table(matrix: FittedMatrix) -> Table:
         ("seconds", lambda row: fmt_seconds(row.seconds)),
     ]
     ordered = sorted(matrix.rows, key=lambda row: (row.num_params, row.relative_error))
-    title = f"{matrix.name}, {matrix.num_rows} x {matrix.num_cols}: {matrix.about}; a dense matrix has {fmt_count(size)} parameters"
+    title = (
+        f"{matrix.name}, {matrix.num_rows} x {matrix.num_cols}: {matrix.about}; a dense matrix has {fmt_count(size)} "
+        "parameters"
+    )
     return Table.of_columns(columns, ordered, best=_nearest(matrix), words=("method",), title=title)
 
 

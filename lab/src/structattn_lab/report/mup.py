@@ -73,7 +73,9 @@ def _notes(record: MupRecord) -> tuple[str, ...]:
 
 
 def verdict(record: MupRecord) -> str:
-    """Which structures are flat under muP, how far the standard parametrisation is from it, and how far best rates move."""
+    """Which structures are flat under muP, how far the standard parametrisation is from it, and how far best
+    rates move.
+    """
     rows = {kind: [r for r in record.coordinates if r.parametrization == kind] for kind in KINDS}
     flat = [row.structure for row in rows["mup"] if _steepness(row) <= FLAT]
     other = [row for row in rows["mup"] if row.structure not in flat]
@@ -91,7 +93,8 @@ def verdict(record: MupRecord) -> str:
     }
     if all(spreads.values()):
         words += (
-            f" Over the widths the best learning rate moves by at most a factor of 2^{max(spreads['mup']):.0f} under muP "
+            f" Over the widths the best learning rate moves by at most a factor of 2^{max(spreads['mup']):.0f} under "
+            "muP "
             f"and 2^{max(spreads['standard']):.0f} without."
         )
     return words
@@ -112,9 +115,11 @@ def page(record: MupRecord, figures: Sequence[Figure]) -> Page:
         origin=Origin.of(record),
         notes=(
             "Sizes are root mean squares on held-out prompts, after steps on one fixed batch of in-context regression.",
-            "Learned scores: attention scores of the trained weights minus those of the initial weights, for the same hidden states. Under "
+            "Learned scores: attention scores of the trained weights minus those of the initial weights, for the same "
+            "hidden states. Under "
             "muP the initial scores themselves fade like one over the root of the head dimension.",
-            "Standard: every matrix starts at 1/sqrt(fan-in), scores are divided by the root of their dimension, one learning rate for all.",
+            "Standard: every matrix starts at 1/sqrt(fan-in), scores are divided by the root of their dimension, one "
+            "learning rate for all.",
         ),
     )
 

@@ -55,7 +55,9 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """What it takes to repeat a run: the command line; seeds, versions and machine by name; all settings by their dotted names."""
+    """What it takes to repeat a run: the command line; seeds, versions and machine by name; all settings by
+    their dotted names.
+    """
 
     command: str
     facts: Sequence[tuple[str, str]]
@@ -128,15 +130,17 @@ def _template() -> Template:
 
 
 def breakable(name: str) -> Markup:
-    """A name that may go on in a new line after each underscore, so that a table of many metrics fits into its page."""
+    """A name that may go on in a new line after each underscore, so that a table of many metrics fits into
+    its page.
+    """
     return escape(name).replace("_", Markup("_<wbr>"))
 
 
 def inline_svg(figure: Figure) -> Markup:
     """The ``<svg>`` element of a figure, for use inside a page.
 
-    It has no prolog, document type, metadata, comments and fixed size. Ids have the figure's name in front, so that those of two figures in a
-    page differ.
+    It has no prolog, document type, metadata, comments and fixed size. Ids have the figure's name in front,
+    so that those of two figures in a page differ.
     """
     svg, prefix = figure.path_svg.read_text(encoding="utf-8"), f"{figure.name}-"
     svg = svg[svg.index("<svg") :].strip()

@@ -1,4 +1,5 @@
-"""What the figures share: style, colours, panels, axes, labels that do not overlap, and writing them to files.
+"""What the figures share: style, colours, panels, axes, labels that do not overlap, and writing them to
+files.
 
 Figures are drawn with matplotlib's object interface: no pyplot, no window, no state.
 """
@@ -129,11 +130,13 @@ MOST_COLUMNS = 4  # panels side by side
 def write_figures(
     record: Record, drawings: Mapping[str, Callable[[Record], Drawing | None]], folder: Path
 ) -> list[Figure]:
-    """Draws figures in the style of this file and writes each as PNG and SVG, the same bytes for the same data.
+    """Draws figures in the style of this file and writes each as PNG and SVG, the same bytes for the same
+    data.
 
     Args:
         record: what is drawn.
-        drawings: the figures by name, the stem of both files; ``None`` when there is nothing to show, and no file is written.
+        drawings: the figures by name, the stem of both files; ``None`` when there is nothing to show, and no
+            file is written.
         folder: where the files go; made when missing.
     """
     figures = []
@@ -184,7 +187,9 @@ def panel_grid(
     sharex: bool = False,
     sharey: bool | Literal["col"] = True,
 ) -> tuple[MplFigure, list[Axes]]:
-    """A figure of ``count`` panels in rows of ``height`` inches and at most ``columns`` panels of ``width`` inches."""
+    """A figure of ``count`` panels in rows of ``height`` inches and at most ``columns`` panels of ``width``
+    inches.
+    """
     columns = min(columns, count)
     rows = -(-count // columns)
     width = width or (3.9 if columns < MOST_COLUMNS else 3.1)
@@ -211,7 +216,9 @@ def mark_axis(axis: Axis, values: Iterable[float], text: Callable[[float], str] 
 
 
 def dot_rows(ax: Axes, rows: Sequence[tuple[str, str, Sequence[float], float]]) -> None:
-    """A row for each ``(name, colour, values, middle)``, from the bottom: bars at the values, a dot in the middle."""
+    """A row for each ``(name, colour, values, middle)``, from the bottom: bars at the values, a dot in the
+    middle.
+    """
     for place, (_, colour, values, middle) in enumerate(rows):
         ax.plot(values, [place] * len(values), "|", color=colour, ms=11, mew=1.3, alpha=0.75)
         ax.plot([middle], [place], "o", color=colour, ms=6.5)
@@ -221,7 +228,9 @@ def dot_rows(ax: Axes, rows: Sequence[tuple[str, str, Sequence[float], float]]) 
 
 
 def log_axis(ax: Axes, which: str) -> None:
-    """Makes an axis logarithmic, with plain numbers at 1, 2 and 5 (at powers of ten over a wide range, and evenly over a short one)."""
+    """Makes an axis logarithmic, with plain numbers at 1, 2 and 5 (at powers of ten over a wide range, and
+    evenly over a short one).
+    """
     (ax.set_xscale if which == "x" else ax.set_yscale)("log")
     low, high = sorted(ax.get_xlim() if which == "x" else ax.get_ylim())
     axis = ax.xaxis if which == "x" else ax.yaxis
@@ -300,12 +309,16 @@ def shared_legend(figure: MplFigure, panels: Sequence[Axes], *, below: bool = Fa
 
 
 def spec_style(specs: Sequence[str], spec: str) -> dict[str, Any]:
-    """Colour, dashes and marker of a spec among others: the same in every figure of a page, no two pairs of colour and marker alike."""
+    """Colour, dashes and marker of a spec among others: the same in every figure of a page, no two pairs of
+    colour and marker alike.
+    """
     return {**_style(specs.index(spec)), "marker": _SHAPES[(specs.index(spec) + specs.index(spec) // 7) % 7]}
 
 
 def row_style(record: ComparisonRecord, row: Row) -> dict[str, Any]:
-    """Colour and dashes of a row: the same in every figure, and different in black and white beyond seven rows."""
+    """Colour and dashes of a row: the same in every figure, and different in black and white beyond seven
+    rows.
+    """
     return _style(next(i for i, other in enumerate(record.rows) if other is row))
 
 

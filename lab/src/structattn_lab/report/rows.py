@@ -39,7 +39,9 @@ def ranked_rows(record: ComparisonRecord) -> list[Row]:
 
 
 def by_variant(record: ComparisonRecord) -> dict[str, ComparisonRecord]:
-    """The part of a record at each variant of the settings, by its text; by an empty text where there is only one."""
+    """The part of a record at each variant of the settings, by its text; by an empty text where there is only
+    one.
+    """
 
     def at(name: str, rows: Sequence[AnyRow]) -> tuple[AnyRow, ...]:
         return tuple(row for row in rows if (row.variant or "") == name)
@@ -109,7 +111,9 @@ def curve(record: ComparisonRecord, row: Row, key: str = "step") -> tuple[list[f
 
 
 def baselines_in_view(record: ComparisonRecord, values: Sequence[float]) -> tuple[list[tuple[float, str]], str]:
-    """The baselines near enough to the scores of the attention variants to share an axis, and words about the others."""
+    """The baselines near enough to the scores of the attention variants to share an axis, and words about the
+    others.
+    """
     shown, away = [], ""
     for baseline in record.baselines:
         value, name = baseline_score(record, baseline), baseline.name

@@ -1,4 +1,6 @@
-"""Every trained run of a comparison as a line of a CSV file: small enough to keep and to send, and all that a further fit or test needs."""
+"""Every trained run of a comparison as a line of a CSV file: small enough to keep and to send, and all that a
+further fit or test needs.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +27,18 @@ _COLUMNS = (
 
 
 def runs_csv(record: ComparisonRecord) -> str:
-    """The runs of all rows, a line for each seed, and a line for each baseline, which has neither seed nor costs.
+    """The runs of all rows, a line for each seed, and a line for each baseline, which has neither seed nor
+    costs.
 
     Args:
         record: what ``results.json`` holds.
 
     Returns:
-        The columns ``attention``; ``setting``, ``searched``, ``width`` and ``budget`` (forward FLOPs), where the recipe varies them; ``seed``,
-        ``learning_rate``, ``steps``; ``best_step``, of the lowest validation score; ``compute``, the forward FLOPs of all training examples;
-        ``parameters``; ``tokens_per_second``, the mean over the seeds of a row; and the metric on the test split under its own name.
+        The columns ``attention``; ``setting``, ``searched``, ``width`` and ``budget`` (forward FLOPs), where
+        the recipe varies them; ``seed``, ``learning_rate``, ``steps``; ``best_step``, of the lowest
+        validation score; ``compute``, the forward FLOPs of all training examples; ``parameters``;
+        ``tokens_per_second``, the mean over the seeds of a row; and the metric on the test split under its
+        own name.
     """
     text = io.StringIO()
     writer = csv.DictWriter(text, (*_COLUMNS, record.metric), lineterminator="\n")

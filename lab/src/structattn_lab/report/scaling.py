@@ -91,8 +91,10 @@ def _loss(point: LawPoint) -> str:
 def _notes(record: ComparisonRecord) -> tuple[str, ...]:
     baseline = laws(record).baseline
     words = [
-        f"at each budget the best width counts; {record.metric}: {record.metric_label}, on the test split, lower is better",
-        "loss = irreducible + c * compute^-exponent, in forward FLOPs of all training examples; in brackets 95 % intervals",
+        f"at each budget the best width counts; {record.metric}: {record.metric_label}, on the test split, lower is "
+        "better",
+        "loss = irreducible + c * compute^-exponent, in forward FLOPs of all training examples; in brackets 95 % "
+        "intervals",
         f"compute: what an attention variant needs for a loss, over what {baseline} needs for the same",
     ]
     if len(record.seeds) > 1:
@@ -103,7 +105,9 @@ def _notes(record: ComparisonRecord) -> tuple[str, ...]:
 
 
 def verdict(record: ComparisonRecord) -> str:
-    """Which variants need less compute than the baseline, which more, and which are not statistically distinguishable from it."""
+    """Which variants need less compute than the baseline, which more, and which are not statistically
+    distinguishable from it.
+    """
     return "\n".join(_of_setting(record, setting) for setting in settings_of(record))
 
 
@@ -148,11 +152,15 @@ def page(record: ComparisonRecord, figures: Sequence[Figure]) -> Page:
         ),
         origin=Origin.of(record),
         notes=(
-            "Compute is counted in closed form from the structure, 2 FLOPs per multiply-add, output head included; looking up embeddings "
-            "costs none. Norms and softmax are not counted. Seconds are not compute: see tokens per second in the table of all models.",
-            "The compute ratio is the geometric mean over the losses that both reached, between fitted laws; nothing is extrapolated. "
+            "Compute is counted in closed form from the structure, 2 FLOPs per multiply-add, output head included; "
+            "looking up embeddings "
+            "costs none. Norms and softmax are not counted. Seconds are not compute: see tokens per second in the "
+            "table of all models.",
+            "The compute ratio is the geometric mean over the losses that both reached, between fitted laws; nothing "
+            "is extrapolated. "
             "Intervals are from a bootstrap over seeds and points.",
-            "Every model was trained from the start for its budget; the learning rate of each variant is the best of the same sweep at a "
+            "Every model was trained from the start for its budget; the learning rate of each variant is the best of "
+            "the same sweep at a "
             "small width, transferred by muP.",
         ),
     )

@@ -16,7 +16,9 @@ from structattn_lab.report.task_report import TaskReport
 
 
 def group_record(record: ComparisonRecord, choice: Choice) -> ComparisonRecord:
-    """The record of one group with the chosen row of each method alone, as a comparison of one size has them."""
+    """The record of one group with the chosen row of each method alone, as a comparison of one size has
+    them.
+    """
     rows = tuple(replace(record.rows[i], variant=None) for i in choice.rows)
     baselines = tuple(replace(record.baselines[i], variant=None) for i in choice.baselines)
     return replace(record, rows=rows, baselines=baselines, search=None)
@@ -79,7 +81,8 @@ def table(record: ComparisonRecord) -> Table:
 def _notes(record: ComparisonRecord) -> tuple[str, ...]:
     chosen = ", ".join(searched_settings(record))
     words = [
-        f"{record.metric}: {record.metric_label}, on the test split, lower is better; the lowest of the trained methods is marked",
+        f"{record.metric}: {record.metric_label}, on the test split, lower is better; the lowest of the trained "
+        "methods is marked",
         f"chosen: of {chosen}, the one with the lowest validation score, for each method separately",
     ]
     if len(record.seeds) > 1:
@@ -88,7 +91,9 @@ def _notes(record: ComparisonRecord) -> tuple[str, ...]:
 
 
 def verdict(record: ComparisonRecord) -> str:
-    """For each group: the lowest, what is not statistically distinguishable from it, and whether a baseline is lower."""
+    """For each group: the lowest, what is not statistically distinguishable from it, and whether a baseline
+    is lower.
+    """
     return "\n".join(_of_group(record, choice) for choice in choices_of(record))
 
 
@@ -172,11 +177,15 @@ def page(record: ComparisonRecord, figures: Sequence[Figure], task: TaskReport) 
         sections=sections,
         origin=Origin.of(record),
         notes=(
-            f"Every method had {settings * rates} trials: {settings} settings, at each of them the best of {rates} learning rates by the "
+            f"Every method had {settings * rates} trials: {settings} settings, at each of them the best of {rates} "
+            "learning rates by the "
             "validation score of seed 0. The test split decided nothing.",
-            "A method is worse beyond seed noise if its mean is farther above the lowest than the critical difference of the two: Games and "
-            "Howell's, at 95 % for all pairs together, with each method's own variance. It says which differences another draw of seeds "
+            "A method is worse beyond seed noise if its mean is farther above the lowest than the critical difference "
+            "of the two: Games and "
+            "Howell's, at 95 % for all pairs together, with each method's own variance. It says which differences "
+            "another draw of seeds "
             "would keep, and nothing of other test data; with three seeds it is wide.",
-            "Seconds are of one training run on this machine, early stopping included; epochs are those of the weights that count.",
+            "Seconds are of one training run on this machine, early stopping included; epochs are those of the weights "
+            "that count.",
         ),
     )

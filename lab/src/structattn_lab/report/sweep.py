@@ -24,7 +24,9 @@ _MEANING = {
 
 
 def ranked_trials(record: SweepRecord) -> list[Trial]:
-    """The trials that ran to their end, best first, then those that were stopped, the furthest first, then the others."""
+    """The trials that ran to their end, best first, then those that were stopped, the furthest first, then
+    the others.
+    """
     places = list(_MEANING)
 
     def place(trial: Trial) -> tuple[int, float, float]:
@@ -36,7 +38,9 @@ def ranked_trials(record: SweepRecord) -> list[Trial]:
 
 
 def short_names(record: SweepRecord) -> dict[str, str]:
-    """The parameters by a name for tables and axes: the last word, or the whole name where that is another's too."""
+    """The parameters by a name for tables and axes: the last word, or the whole name where that is another's
+    too.
+    """
     names = [parameter.name for parameter in record.parameters]
     last = [name.rpartition(".")[2] for name in names]
     return {name: word if last.count(word) == 1 else name for name, word in zip(names, last, strict=True)}
@@ -90,7 +94,8 @@ def verdict(record: SweepRecord) -> str:
     metric = record.metric
     words = [
         head,
-        f"The best is trial {best.number} ({values}) with a validation {metric} of {fmt_score(best.score)}; the median of those "
+        f"The best is trial {best.number} ({values}) with a validation {metric} of {fmt_score(best.score)}; the median "
+        "of those "
         f"that finished is {fmt_score(best.median)}.",
         f"On the test split, where no other trial was scored, its {metric} is {fmt_score(best.test[metric])}.",
         *_edges(record, best),
@@ -157,14 +162,16 @@ def page(record: SweepRecord, figures: Sequence[Figure]) -> Page:
 def _notes(record: SweepRecord) -> list[str]:
     notes = [
         f"The score is {record.metric}: {record.metric_label}. Lower is better.",
-        "A finished trial is scored by the weights that it ends with; a stopped one by those that it had then, so that the two "
+        "A finished trial is scored by the weights that it ends with; a stopped one by those that it had then, so that "
+        "the two "
         "compare only at equal steps.",
         "Seconds are wall-clock of a trial, with the time to build its model and data.",
     ]
     if record.scheduler is not None:
         grace, factor = record.scheduler.grace_period, record.scheduler.reduction
         notes.append(
-            f"ASHA looks at every trial after {grace}, {grace * factor}, {grace * factor**2} ... steps, and stops those that are not "
+            f"ASHA looks at every trial after {grace}, {grace * factor}, {grace * factor**2} ... steps, and stops "
+            "those that are not "
             f"among the best 1/{factor} of the trials that came so far."
         )
     return notes

@@ -38,7 +38,8 @@ class Table:
         lines: those of what is compared.
         baselines: further lines, set off from the others.
         baselines_title: above them, on the page.
-        words: names of the columns that hold words, aligned left as the first one is; numbers are aligned right.
+        words: names of the columns that hold words, aligned left as the first one is; numbers are aligned
+            right.
         bars: name of the column with a bar below each number.
         title: above the table.
         notes: how to read it.

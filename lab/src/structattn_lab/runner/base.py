@@ -21,17 +21,23 @@ class Listener:
         """A job has finished a number of new steps."""
 
     def evaluated(self, job: Job, entry: dict[str, float]) -> bool:
-        """A job has a new entry of its history, or one from before an interruption; returns whether the job continues. The job waits for the answer."""
+        """A job has a new entry of its history, or one from before an interruption; returns whether the job
+        continues. The job waits for the answer.
+        """
         return True
 
     def ended(self, job: Job, error: Exception | None) -> None:
-        """A job is done, was stopped by ``evaluated``, or failed. An error that is raised here ends the runner."""
+        """A job is done, was stopped by ``evaluated``, or failed. An error that is raised here ends the
+        runner.
+        """
         if error is not None:
             raise error
 
 
 class Runner(Protocol):
-    """Runs jobs at the same time: ``local.LocalRunner`` in processes of this machine, ``ray.RayRunner`` on a cluster."""
+    """Runs jobs at the same time: ``local.LocalRunner`` in processes of this machine, ``ray.RayRunner`` on a
+    cluster.
+    """
 
     def run(self, jobs: Iterable[Job], listener: Listener) -> None:
         """Runs jobs, each from its last checkpoint if it has one, and returns when all have ended.
@@ -41,8 +47,8 @@ class Runner(Protocol):
             listener: receives their events.
 
         Raises:
-            Stopped: this process was asked to stop (see ``interrupt``). No job is started after that, and running jobs are stopped with
-                a checkpoint.
+            Stopped: this process was asked to stop (see ``interrupt``). No job is started after that, and
+                running jobs are stopped with a checkpoint.
             Exception: what ``listener.ended`` raised; the other jobs are stopped in the same way.
         """
 
@@ -67,7 +73,8 @@ def run_job(
 def run_in_worker(
     job: Job, on_steps: Callable[[int], None], on_evaluation: Callable[[dict[str, float]], bool]
 ) -> Exception | None:
-    """Runs a job in a process of a runner; returns the error that it ended with, as one that can be sent to another process.
+    """Runs a job in a process of a runner; returns the error that it ended with, as one that can be sent to
+    another process.
 
     Args:
         job: what is run.

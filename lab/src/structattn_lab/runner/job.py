@@ -29,10 +29,11 @@ _UNSIGNED = ("model_sha256", "metrics", "details")  # of version 0.1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One model to train, and to score on the test split where a comparison needs it, in whichever process trains it.
+    """One model to train, and to score on the test split where a comparison needs it, in whichever process
+    trains it.
 
-    Scores are kept in ``scores.json`` in the folder of the run, with the digest of the weights: a large model may take as long to score as
-    a small one to train, and a resumed comparison does not score it again.
+    Scores are kept in ``scores.json`` in the folder of the run, with the digest of the weights: a large model
+    may take as long to score as a small one to train, and a resumed comparison does not score it again.
 
     Args:
         tasks: makes the task.
@@ -102,7 +103,9 @@ class Job:
         on_steps: Callable[[int], None] | None = None,
         on_evaluation: Callable[[dict[str, float]], None] | None = None,
     ) -> TrainingResult | None:
-        """Trains it, or returns what was trained before; ``None`` if it diverged and may. See ``train`` for the arguments."""
+        """Trains it, or returns what was trained before; ``None`` if it diverged and may. See ``train`` for
+        the arguments.
+        """
         task = self.made_task
         try:
             result = train(
@@ -141,8 +144,8 @@ class Job:
         write_atomic(self.folder / _SCORES, signed(asdict(scores)))
 
     def scores(self, record: RunRecord) -> ScoreRecord | None:
-        """The scores of a run on the test split; ``None`` if it was not scored, or with other weights, or the file is damaged: then ``run``
-        scores it."""
+        """The scores of a run on the test split; ``None`` if it was not scored, or with other weights, or the
+        file is damaged: then ``run`` scores it."""
         path = self.folder / _SCORES
         try:
             scores = read_as(ScoreRecord, read_signed(path, _UNSIGNED), str(path))

@@ -39,8 +39,9 @@ class LocalRunner:
     """Runs jobs on this machine; see ``Runner``.
 
     Args:
-        workers: jobs at the same time, each in a process with its share of the cores and, where there are several, with one GPU. With 1
-            the jobs run in this process, one at a time. ``None``: as many as there are GPUs, or without any, cores.
+        workers: jobs at the same time, each in a process with its share of the cores and, where there are
+            several, with one GPU. With 1 the jobs run in this process, one at a time. ``None``: as many as
+            there are GPUs, or without any, cores.
 
     Raises:
         ConfigError: fewer than one worker.
@@ -110,7 +111,8 @@ class _Worker:
         self.job: Job | None = None
         threads = max(1, cores() // workers)
         self.process = context.Process(target=_serve, args=(theirs, threads, stop), daemon=True)
-        # A Ctrl-C goes to every process of the terminal: only this one handles it. Blocked here, it waits for the next line.
+        # A Ctrl-C goes to every process of the terminal: only this one handles it. Blocked here, it waits for
+        # the next line.
         with _blocked(signal.SIGINT), patch_environment(**_gpu(index)):
             self.process.start()
         theirs.close()

@@ -44,7 +44,8 @@ def import_ray() -> Any:
 
 @contextmanager
 def connected(address: str) -> Iterator[dict[str, float]]:
-    """Joins a cluster, or starts one on this machine, and leaves it at the end, unless this process was in one before.
+    """Joins a cluster, or starts one on this machine, and leaves it at the end, unless this process was in
+    one before.
 
     Args:
         address: see ``RayRunner``.
@@ -78,7 +79,9 @@ def connected(address: str) -> Iterator[dict[str, float]]:
 
 
 def _check_answers(address: str) -> None:
-    """Raises ``ConfigError`` where no port answers: Ray waits minutes for one that is closed, and then ends the process."""
+    """Raises ``ConfigError`` where no port answers: Ray waits minutes for one that is closed, and then ends
+    the process.
+    """
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not (colon and port.isdigit()):
         return
@@ -96,11 +99,12 @@ def _no_cluster(address: str, reason: str) -> ConfigError:
 
 
 class RayRunner:
-    """Runs jobs on the machines of a cluster; see ``Runner``. The folders of the jobs must be on a file system that all machines share.
+    """Runs jobs on the machines of a cluster; see ``Runner``. The folders of the jobs must be on a file
+    system that all machines share.
 
     Args:
-        address: as ``ray.init`` takes it: ``"auto"`` for the cluster that this machine belongs to, ``"HOST:PORT"`` or
-            ``"ray://HOST:PORT"`` for another, ``"local"`` for only this machine.
+        address: as ``ray.init`` takes it: ``"auto"`` for the cluster that this machine belongs to,
+            ``"HOST:PORT"`` or ``"ray://HOST:PORT"`` for another, ``"local"`` for only this machine.
         workers: jobs at the same time. ``None``: as many as the cluster has GPUs, or without any, cores.
 
     Raises:
@@ -200,7 +204,9 @@ class _Mailbox:
         return self.asked > 0 or await self.answers[number]
 
     async def take(self) -> list[tuple[int, bool, Any]]:
-        """To the parent: messages since the last call, each with the number of the job and whether it is a question."""
+        """To the parent: messages since the last call, each with the number of the job and whether it is a
+        question.
+        """
         messages, self.messages = self.messages, []
         return messages
 
@@ -218,7 +224,9 @@ class _Mailbox:
 
 
 def _run(job: Job, number: int, mailbox: Any, folder: Path, modules: str) -> Exception | None:
-    """One job, in a process of Ray's, with the modules of the process that started it (see ``extensions``)."""
+    """One job, in a process of Ray's, with the modules of the process that started it (see
+    ``extensions``).
+    """
     os.environ[VARIABLE] = modules
     if folder.is_dir():
         os.chdir(folder)  # data paths are relative to the folder in which the command was started

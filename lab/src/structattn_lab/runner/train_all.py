@@ -23,7 +23,8 @@ def train_all(jobs: Sequence[Job], *, runner: Runner, resume: bool, show_progres
 
     Raises:
         ConfigError: a folder holds a run while ``resume`` is off.
-        StructAttnError: raised by a run. No other runs are started, and running ones are stopped with a checkpoint.
+        StructAttnError: raised by a run. No other runs are started, and running ones are stopped with a
+            checkpoint.
         Stopped: this process was asked to stop (see ``interrupt``), and so were the runs.
     """
     if not resume and any((job.folder / "checkpoints").exists() for job in jobs):

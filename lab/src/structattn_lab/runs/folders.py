@@ -41,11 +41,13 @@ class Owner:
         command: such as ``"compare"``.
         task: of the command; empty for a command without one.
         settings: everything that determines the results, as plain data.
-        free: settings that may differ when it is resumed, such as ``"seeds"`` or ``"training.process_timeout"``.
-        recorded: reads the settings of a folder without an owner file, as version 0.1.0 left it, as far as its files contain them; ``None``
-            if it holds nothing of this command. Default: such a folder is of another command.
-        last: the name of the file that is written last. A command that cannot be resumed begins anew in a folder of the same settings
-            without it. Default: in no folder with results.
+        free: settings that may differ when it is resumed, such as ``"seeds"`` or
+            ``"training.process_timeout"``.
+        recorded: reads the settings of a folder without an owner file, as version 0.1.0 left it, as far as
+            its files contain them; ``None`` if it holds nothing of this command. Default: such a folder is of
+            another command.
+        last: the name of the file that is written last. A command that cannot be resumed begins anew in a
+            folder of the same settings without it. Default: in no folder with results.
         label: the beginning of the names of new folders. Default: from the command and the task.
     """
 
@@ -63,7 +65,8 @@ class Owner:
         return f"structattn {self.command} {self.task}".strip()
 
     def differences(self, before: dict[str, Any], *, free: bool = True) -> list[str]:
-        """The differences between other settings and these, in words; with ``free=False`` including those that may differ.
+        """The differences between other settings and these, in words; with ``free=False`` including those
+        that may differ.
 
         A setting that only one of them has is of another version of structattn and is ignored.
         """
@@ -101,21 +104,23 @@ def opened(
 ) -> Iterator[Path]:
     """Creates an output folder or continues one, and keeps it for this process until the end of the block.
 
-    The lock is a kernel lock on a file in the folder, which is released when its process ends. Of the processes of a launcher,
-    which share a folder, the first one opens it.
+    The lock is a kernel lock on a file in the folder, which is released when its process ends. Of the
+    processes of a launcher, which share a folder, the first one opens it.
 
     Args:
-        out: the folder. Default (``None``): a new one below ``runs/``; with ``resume`` the last one there of the same owner.
+        out: the folder. Default (``None``): a new one below ``runs/``; with ``resume`` the last one there of
+            the same owner.
         owner: of the folder.
-        resume: whether it may hold results of the same command; ``None`` for a command that cannot be resumed.
+        resume: whether it may hold results of the same command; ``None`` for a command that cannot be
+            resumed.
         on_open: called with the folder once this process has locked it.
 
     Yields:
         The folder.
 
     Raises:
-        ConfigError: it cannot be written, another process uses it, it holds files of another command, task or settings, or it holds
-            results and ``resume`` is off. Nothing in it was changed.
+        ConfigError: it cannot be written, another process uses it, it holds files of another command, task or
+            settings, or it holds results and ``resume`` is off. Nothing in it was changed.
     """
     if os.environ.get("RANK", "0") != "0" and out is not None:
         yield out
@@ -162,7 +167,8 @@ def opened(
 def finished_in(
     out: Path | None, owner: Owner, *, resume: bool, read: Callable[[Path], T | None]
 ) -> tuple[Path | None, T | None]:
-    """The results of a folder that is resumed, where they are complete: such a folder is only read, and may be read-only.
+    """The results of a folder that is resumed, where they are complete: such a folder is only read, and may
+    be read-only.
 
     Args:
         out, owner, resume: see ``opened``.
@@ -182,14 +188,18 @@ def finished_in(
 
 
 def _names(folder: Path) -> list[str]:
-    """The names in a folder, without the files that this module writes, and without the settings that a folder with an owner has."""
+    """The names in a folder, without the files that this module writes, and without the settings that a
+    folder with an owner has.
+    """
     names = {path.name for path in folder.iterdir()}
     left_out = {*OF_EVERY_FOLDER, *([CONFIG] if OWNER in names else [])}
     return sorted(name for name in names - left_out if not name.startswith(TEMPORARY))
 
 
 def _check_owner(folder: Path, owner: Owner, *, resume: bool | None) -> None:
-    """Raises ``ConfigError`` unless a folder is empty or an owner may continue it; see ``opened`` for the arguments."""
+    """Raises ``ConfigError`` unless a folder is empty or an owner may continue it; see ``opened`` for the
+    arguments.
+    """
     names = _names(folder)
     if not names:
         return
@@ -198,7 +208,8 @@ def _check_owner(folder: Path, owner: Owner, *, resume: bool | None) -> None:
         settings = owner.recorded(folder)
         if settings is None:
             raise ConfigError(
-                f"{folder} holds {_listing([repr(name) for name in names])}, which {owner.name} did not write: give --out a "
+                f"{folder} holds {_listing([repr(name) for name in names])}, which {owner.name} did not write: give "
+                "--out a "
                 "folder that is empty or new"
             )
     else:
@@ -226,7 +237,8 @@ def _read(folder: Path) -> dict[str, Any] | None:
         content = json.loads(path.read_bytes())
         if content["format_version"] != FORMAT_VERSION:
             raise ConfigError(
-                f"{path}: expected format version {FORMAT_VERSION}, got {content['format_version']!r}: it was written by another "
+                f"{path}: expected format version {FORMAT_VERSION}, got {content['format_version']!r}: it was written "
+                "by another "
                 "version of structattn"
             )
         if not (isinstance(content["settings"], dict) and isinstance(content["command"], str) and "task" in content):
@@ -235,14 +247,17 @@ def _read(folder: Path) -> dict[str, Any] | None:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(
-            f"{path} is damaged ({error}), so that the owner of the folder is unknown: give another --out, or remove the file if "
+            f"{path} is damaged ({error}), so that the owner of the folder is unknown: give another --out, or remove "
+            "the file if "
             "you know it"
         ) from error
     return dict(content)
 
 
 def _last_folder(owner: Owner) -> Path:
-    """The folder below ``runs/`` that was begun last with the same command, task and settings; raises ``ConfigError`` if there is none."""
+    """The folder below ``runs/`` that was begun last with the same command, task and settings; raises
+    ``ConfigError`` if there is none.
+    """
     found = []
     for path in RUNS.glob(f"*/{OWNER}"):
         with contextlib.suppress(ConfigError, OSError):
@@ -260,7 +275,8 @@ def _last_folder(owner: Owner) -> Path:
     latest = sorted(folder for time, folder in found if time == max(found)[0])
     if len(latest) > 1:
         raise ConfigError(
-            f"{_listing(list(map(str, latest)))} were begun at the same time with these settings: give --out the one to resume"
+            f"{_listing(list(map(str, latest)))} were begun at the same time with these settings: give --out the one "
+            "to resume"
         )
     return latest[0]
 

@@ -63,7 +63,9 @@ def check() -> None:
 
 @contextmanager
 def at_steps() -> Iterator[None]:
-    """Inside, a signal waits until the code calls ``check``, where everything is saved; at the latest at the end of the block."""
+    """Inside, a signal waits until the code calls ``check``, where everything is saved; at the latest at the
+    end of the block.
+    """
     global _waiting
     _waiting += 1
     try:
@@ -81,7 +83,9 @@ def follow(source: Callable[[], int] | None) -> None:
 
 
 def leave_to_parent() -> None:
-    """In a worker process: ignores Ctrl-C, which every process of the terminal gets; the parent handles it."""
+    """In a worker process: ignores Ctrl-C, which every process of the terminal gets; the parent handles
+    it.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _note)
 
@@ -102,16 +106,18 @@ def listen() -> None:
 
 @contextmanager
 def handled(on_end: Callable[[int], None], at_once: Callable[[int], None] = stop) -> Iterator[None]:
-    """Inside, Ctrl-C and SIGTERM raise ``Stopped`` at the next step inside ``at_steps``, and call ``at_once`` elsewhere.
+    """Inside, Ctrl-C and SIGTERM raise ``Stopped`` at the next step inside ``at_steps``, and call ``at_once``
+    elsewhere.
 
-    A process that does not reach such a step is ended by a thread after ``GRACE_S`` seconds or at a second Ctrl-C, since
-    Python handles signals only between its operations, and one of PyTorch may take long. Outside the main thread, where Python
-    allows no handlers, this does nothing.
+    A process that does not reach such a step is ended by a thread after ``GRACE_S`` seconds or at a second
+    Ctrl-C, since Python handles signals only between its operations, and one of PyTorch may take long.
+    Outside the main thread, where Python allows no handlers, this does nothing.
 
     Args:
         on_end: called in that thread, with the number of the signal, just before it ends the process.
-        at_once: called with the number of the signal. Default: it raises ``Stopped``, wherever the code is. A process that is the
-            command line's own ends itself here: libraries in the middle of an import, or below C++, do not survive an exception.
+        at_once: called with the number of the signal. Default: it raises ``Stopped``, wherever the code is. A
+            process that is the command line's own ends itself here: libraries in the middle of an import, or
+            below C++, do not survive an exception.
     """
     global _asked, _follows, _handles, _at_once
     if threading.current_thread() is not threading.main_thread():

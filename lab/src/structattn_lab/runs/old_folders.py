@@ -17,7 +17,9 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def comparison_record(folder: Path, task: str) -> dict[str, Any] | None:
-    """The settings of a finished comparison of a task, empty for an unfinished one; ``None`` if the folder holds no such comparison."""
+    """The settings of a finished comparison of a task, empty for an unfinished one; ``None`` if the folder
+    holds no such comparison.
+    """
     results = _read(folder / "results.json")
     if "rows" in results:
         return (

@@ -6,8 +6,9 @@
       steps: 500                        steps = 500
     task.num_layers: 2                  learning_rate = 1e-3
 
-Every value is read as the text that ``--set`` would take, by the type of its setting: ``1e-3`` is a number, and ``no`` a word, which YAML 1.1 takes for a
-text and for false. Nothing but texts, lists and tables is ever built from a file.
+Every value is read as the text that ``--set`` would take, by the type of its setting: ``1e-3`` is a number,
+and ``no`` a word, which YAML 1.1 takes for a text and for false. Nothing but texts, lists and tables is ever
+built from a file.
 """
 
 from __future__ import annotations
@@ -78,7 +79,9 @@ class ConfigFile:
 
     @property
     def task(self) -> str | None:
-        """The name of the task: ``task``, or ``name`` in its section; ``None`` where the file does not say."""
+        """The name of the task: ``task``, or ``name`` in its section; ``None`` where the file does not
+        say.
+        """
         found = self.values.get("task", self.values.get("task.name"))
         if isinstance(found, tuple):
             raise ConfigError(f"{self.path}: task: expected one name, got a list")
@@ -225,7 +228,8 @@ def settings_of(**sections: Any) -> dict[str, Any]:
 
 
 def write_config(folder: Path, command: str, values: Mapping[str, Any]) -> None:
-    """Writes ``config.yaml``, which ``structattn COMMAND --config`` takes, into a folder, unless it is there with the same content.
+    """Writes ``config.yaml``, which ``structattn COMMAND --config`` takes, into a folder, unless it is there
+    with the same content.
 
     Args:
         folder: of a run.

@@ -66,8 +66,8 @@ def apply_overrides(config: T, overrides: tuple[str, ...]) -> T:
     """A copy of a nested frozen dataclass with every ``section.field=value`` applied; a later one wins.
 
     Raises:
-        ConfigError: no such field (nearest named), a section instead of a field, a value of the wrong type, or values
-            that do not fit together.
+        ConfigError: no such field (nearest named), a section instead of a field, a value of the wrong type,
+            or values that do not fit together.
     """
     return with_changes(config, [Change.parse(override) for override in overrides])
 
@@ -78,7 +78,9 @@ def with_changes(config: T, changes: Iterable[Change]) -> T:
 
 
 def _changed(config: T, changes: list[tuple[list[str], Change]]) -> T:
-    """A copy with all changes made at once, each below a path of fields, so that two settings that depend on each other can be changed together."""
+    """A copy with all changes made at once, each below a path of fields, so that two settings that depend on
+    each other can be changed together.
+    """
     hints = typing.get_type_hints(type(config))
     values: dict[str, Any] = {}
     inner: dict[str, list[tuple[list[str], Change]]] = {}
@@ -95,7 +97,8 @@ def _changed(config: T, changes: list[tuple[list[str], Change]]) -> T:
                 if known.startswith(section) and full.rpartition(".")[2] in hints
             ]
             raise ConfigError(
-                f"unknown setting {name!r}: {nearest_name(section + head, [*(section + known for known in hints), *short])}"
+                f"unknown setting {name!r}: "
+                f"{nearest_name(section + head, [*(section + known for known in hints), *short])}"
             )
         current = getattr(config, head)
         if dataclasses.is_dataclass(current):
@@ -186,7 +189,9 @@ def fields_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
 
 
 def meanings(config: Any, prefix: str = "") -> dict[str, str]:
-    """What every setting below a dataclass is, in a few words: the beginning of its entry in the docstring of the class."""
+    """What every setting below a dataclass is, in a few words: the beginning of its entry in the docstring of
+    the class.
+    """
     found: dict[str, str] = {}
     entries = _argument_entries(type(config))
     for field in dataclasses.fields(config):
@@ -220,7 +225,9 @@ def _few_words(text: str) -> str:
 
 
 def type_in_words(kind: Any) -> str:
-    """An annotation as the command line writes values of it: ``int or none``, ``float,...``, ``no | bf16``."""
+    """An annotation as the command line writes values of it: ``int or none``, ``float,...``,
+    ``no | bf16``.
+    """
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin in (typing.Union, types.UnionType):
         return " or ".join("none" if a is type(None) else type_in_words(a) for a in args)

@@ -32,7 +32,9 @@ class Variation:
 
     @classmethod
     def parse(cls, text: str) -> Variation:
-        """Reads ``"task.dim=4 task.num_heads=2"``, where the text is also the name, or ``"small: task.dim=4"``."""
+        """Reads ``"task.dim=4 task.num_heads=2"``, where the text is also the name, or
+        ``"small: task.dim=4"``.
+        """
         name, named, settings = text.partition(": ")
         written = (settings if named else text).split()
         return cls(name=name, changes={one: Change.parse(one) for one in written})
@@ -47,24 +49,31 @@ class Recipe:
         training: settings of one run, the same for every variant.
         attention: specs to compare.
         seeds: runs per variant, with seeds 0 ... seeds - 1.
-        learning_rates: rates to choose from: when there is more than one, each variant is first trained at every rate with seed 0, and its best rate on
-            the validation split is used for all seeds: equal tuning effort. Empty: ``training.learning_rate``.
-        sweep_settings: settings of the runs that choose the learning rate: in which they differ from the others, such as
-            ``("task.embed_dim=16",)``: under muP a rate found at a small width holds at a large one. Empty: no difference.
-        equal: what all variants get alike: ``"steps"``: ``training.steps`` for every variant. ``"compute"``: as many steps as cost what ``training.steps`` steps of
-            the first variant cost, in forward FLOPs, so that all are compared at equal compute. Budgets go before it.
-        variants: settings that are varied: each is a text such as ``"task.dim=4 task.num_heads=2"``, or with a separate name for
-            tables, ``"small: task.dim=4"``, each name once: everything is compared under each. Empty: the settings as they are.
-        search: settings of which each attention gets its best: such as ``("task.look_back=96", "task.look_back=336")``: everything is
-            trained with each, all seeds, and the one with the lowest mean validation score counts. Empty: no choice.
-        widths: widths of the models: everything is compared at each ``task.embed_dim``, with heads of the dimension that the settings have.
-            Empty: that of the settings.
-        budgets: forward FLOPs of all training examples: everything is compared at each of them, instead of after ``training.steps``.
+        learning_rates: rates to choose from: when there is more than one, each variant is first trained at
+            every rate with seed 0, and its best rate on the validation split is used for all seeds: equal
+            tuning effort. Empty: ``training.learning_rate``.
+        sweep_settings: settings of the runs that choose the learning rate: in which they differ from the
+            others, such as ``("task.embed_dim=16",)``: under muP a rate found at a small width holds at a
+            large one. Empty: no difference.
+        equal: what all variants get alike: ``"steps"``: ``training.steps`` for every variant. ``"compute"``:
+            as many steps as cost what ``training.steps`` steps of the first variant cost, in forward FLOPs,
+            so that all are compared at equal compute. Budgets go before it.
+        variants: settings that are varied: each is a text such as ``"task.dim=4 task.num_heads=2"``, or with
+            a separate name for tables, ``"small: task.dim=4"``, each name once: everything is compared under
+            each. Empty: the settings as they are.
+        search: settings of which each attention gets its best: such as
+            ``("task.look_back=96", "task.look_back=336")``: everything is trained with each, all seeds, and
+            the one with the lowest mean validation score counts. Empty: no choice.
+        widths: widths of the models: everything is compared at each ``task.embed_dim``, with heads of the
+            dimension that the settings have. Empty: that of the settings.
+        budgets: forward FLOPs of all training examples: everything is compared at each of them, instead of
+            after ``training.steps``.
 
     Raises:
-        ConfigError: no seeds, a learning rate or budget that is not positive, something twice, settings of a sweep without rates or
-            without muP, several widths without muP or with heads that do not divide them, a variant of what widths or budgets set, a search
-            together with budgets, or of what a variant sets.
+        ConfigError: no seeds, a learning rate or budget that is not positive, something twice, settings of a
+            sweep without rates or without muP, several widths without muP or with heads that do not divide
+            them, a variant of what widths or budgets set, a search together with budgets, or of what a
+            variant sets.
     """
 
     task: Any
@@ -85,7 +94,8 @@ class Recipe:
         check_choice("equal", self.equal, ("steps", "compute"))
         if self.num_runs > MOST_RUNS:
             raise ConfigError(
-                f"{self.num_runs:,} runs of {self.training.steps:,} steps ({len(self.attention)} models, {self.seeds:,} seeds and what is "
+                f"{self.num_runs:,} runs of {self.training.steps:,} steps ({len(self.attention)} models, "
+                f"{self.seeds:,} seeds and what is "
                 f"varied), and {MOST_RUNS:,} are the most: give fewer seeds, or do it in parts"
             )
         for name in ("learning_rates", "budgets"):
@@ -99,7 +109,8 @@ class Recipe:
             raise ConfigError(f"sweep_settings {self.sweep_settings} without learning_rates to sweep")
         if self.sweep_settings and self.training.parametrization != "mup":
             raise ConfigError(
-                "a learning rate found with other settings (sweep_settings) holds under muP only: set training.parametrization=mup"
+                "a learning rate found with other settings (sweep_settings) holds under muP only: set "
+                "training.parametrization=mup"
             )
         if self.widths:
             self._check_widths()
@@ -131,7 +142,9 @@ class Recipe:
                 self._check_kept(set(names_set), f"{axis} set it")
 
     def _check_kept(self, names: set[str], why: str) -> None:
-        """Raises ``ConfigError`` if a variant sets one of these settings, which something else sets as well."""
+        """Raises ``ConfigError`` if a variant sets one of these settings, which something else sets as
+        well.
+        """
         for text in self.variants:
             for written, change in Variation.parse(text).changes.items():
                 if change.name in names:

@@ -9,7 +9,9 @@ Schedule = Literal["constant", "cosine", "wsd", "one-cycle"]
 
 
 def learning_rate_at(step: int, schedule: Schedule, *, peak: float, steps: int, warmup_steps: int) -> float:
-    """The learning rate of a step (0-based) of a training: a pure function, so that resuming needs no scheduler state."""
+    """The learning rate of a step (0-based) of a training: a pure function, so that resuming needs no
+    scheduler state.
+    """
     if schedule == "one-cycle":
         rise = max(1, round(0.3 * steps))
         if step < rise:

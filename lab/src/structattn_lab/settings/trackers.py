@@ -12,7 +12,9 @@ TENSORBOARD, NONE = "tensorboard", "none"
 
 
 def check_tracker(name: str) -> None:
-    """Raises ``ConfigError`` unless accelerate knows a tracker, and ``MissingDependencyError`` where it is not installed."""
+    """Raises ``ConfigError`` unless accelerate knows a tracker, and ``MissingDependencyError`` where it is
+    not installed.
+    """
     if name in (TENSORBOARD, NONE):  # importing accelerate takes seconds
         return
     tracking: Any = import_module("accelerate.tracking")
@@ -20,5 +22,6 @@ def check_tracker(name: str) -> None:
     # Trackers that a user registers with accelerate have no type of its own.
     if name in tracking.LoggerType.list() and name not in map(str, tracking.get_available_trackers()):
         raise MissingDependencyError(
-            f"training.tracker={name}: {name} is not installed. pip install {name.replace('_', '-')}, or choose another, such as {TENSORBOARD}"
+            f"training.tracker={name}: {name} is not installed. pip install {name.replace('_', '-')}, or choose "
+            f"another, such as {TENSORBOARD}"
         )

@@ -23,33 +23,38 @@ class TrainingConfig:
     Args:
         steps: optimiser steps (at most, when ``patience`` is set).
         batch_size: examples per step over all processes.
-        micro_batch_size: most examples that a process computes at once; the gradients of a step are accumulated over as many passes as
-            needed, and are the same up to rounding. Default ``None``: all at once.
+        micro_batch_size: most examples that a process computes at once; the gradients of a step are
+            accumulated over as many passes as needed, and are the same up to rounding. Default ``None``: all
+            at once.
         learning_rate: peak AdamW learning rate.
-        schedule: the learning rate over the steps: ``"constant"`` after the warm-up, ``"cosine"`` to zero after it, ``"wsd"`` (warm-up, stable, decay: linearly to zero
-            over the last quarter), or ``"one-cycle"`` (up and down again).
+        schedule: the learning rate over the steps: ``"constant"`` after the warm-up, ``"cosine"`` to zero
+            after it, ``"wsd"`` (warm-up, stable, decay: linearly to zero over the last quarter), or
+            ``"one-cycle"`` (up and down again).
         warmup_steps: linear warm-up of all but ``one-cycle``.
         weight_decay: decoupled weight decay on parameters of two or more dimensions.
         betas: AdamW's decay rates of the moments.
         gradient_clip: largest global gradient norm; ``None``: gradients are not clipped.
         eval_every: steps between validations (and points of the validation score in the tracker).
-        patience: validations without a better score before training stops; ``None`` always runs all steps. When
-            set, the weights of the best validation are the result.
+        patience: validations without a better score before training stops; ``None`` always runs all steps.
+            When set, the weights of the best validation are the result.
         checkpoint_every: steps between checkpoints; the last step always writes one.
         precision: of the computation: ``"no"`` (float32) or ``"bf16"`` autocast.
-        parametrization: initial weights and learning rates of parameters: ``"standard"``: one learning rate for all parameters; or ``"mup"``: initial weights, scaling of scores and
-            learning rates by role (``structattn.mup``), so that a rate found on a small model holds for a wide one.
+        parametrization: initial weights and learning rates of parameters: ``"standard"``: one learning rate
+            for all parameters; or ``"mup"``: initial weights, scaling of scores and learning rates by role
+            (``structattn.mup``), so that a rate found on a small model holds for a wide one.
         base_fan_in: under muP, the width for which ``learning_rate`` was chosen. Default 768.
-        activation_checkpointing: compute blocks again in place of keeping them: keep only the input of every transformer block and compute the block again in the backward pass: the
-            same gradients, with less memory and about a third more time. Default ``False``.
+        activation_checkpointing: compute blocks again in place of keeping them: keep only the input of every
+            transformer block and compute the block again in the backward pass: the same gradients, with less
+            memory and about a third more time. Default ``False``.
         compile: train compiled code (``torch.compile``): slower to start, then faster. Default ``False``.
-        process_timeout: seconds that the processes of a launcher wait for one that does not answer: then an error names it, and all end. It
-            may differ when a run is resumed. Default: 300.
-        context_parallel: processes of a launcher that divide every sequence: they train the language models of the tasks text and recall
-            on sequences that are too long for one. Their number divides that of all processes; the rest divides the batch. It may differ when
-            a run is resumed. Default: 1.
-        tracker: of losses, scores and speed: ``"tensorboard"`` writes into the folder of the run; ``"none"``; or another that accelerate knows, such
-            as ``"wandb"``, ``"mlflow"`` or ``"aim"``, which is installed. It may differ when a run is resumed. Default: tensorboard.
+        process_timeout: seconds that the processes of a launcher wait for one that does not answer: then an
+            error names it, and all end. It may differ when a run is resumed. Default: 300.
+        context_parallel: processes of a launcher that divide every sequence: they train the language models
+            of the tasks text and recall on sequences that are too long for one. Their number divides that of
+            all processes; the rest divides the batch. It may differ when a run is resumed. Default: 1.
+        tracker: of losses, scores and speed: ``"tensorboard"`` writes into the folder of the run; ``"none"``;
+            or another that accelerate knows, such as ``"wandb"``, ``"mlflow"`` or ``"aim"``, which is
+            installed. It may differ when a run is resumed. Default: tensorboard.
 
     Raises:
         ConfigError: a value is out of its range.
@@ -105,7 +110,9 @@ class TrainingConfig:
         check_tracker(self.tracker)
 
     def replaced(self, **values: Any) -> TrainingConfig:
-        """A copy with other values; where only ``steps`` changes, the warm-up keeps at most its share of them."""
+        """A copy with other values; where only ``steps`` changes, the warm-up keeps at most its share of
+        them.
+        """
         if "steps" in values and "warmup_steps" not in values:
             share = self.warmup_steps * max(1, values["steps"]) // self.steps
             values["warmup_steps"] = min(self.warmup_steps, share)

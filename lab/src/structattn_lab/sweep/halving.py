@@ -12,7 +12,8 @@ REDUCTION = 4  # of the trials that reach a rung, the best quarter continues
 
 @dataclass(frozen=True, kw_only=True)
 class SuccessiveHalving:
-    """Compares every trial at rungs, ``grace`` steps, 4 times as many, and so on, with the earlier trials at that rung.
+    """Compares every trial at rungs, ``grace`` steps, 4 times as many, and so on, with the earlier trials at
+    that rung.
 
     Args:
         grace: steps that every trial gets.

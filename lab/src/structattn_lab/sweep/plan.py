@@ -1,4 +1,6 @@
-"""The plan of a sweep, and the record of every trial on disk, which determines the remaining work after an interruption."""
+"""The plan of a sweep, and the record of every trial on disk, which determines the remaining work after an
+interruption.
+"""
 
 from __future__ import annotations
 
@@ -37,15 +39,17 @@ class SweepPlan:
         trials: the number of runs, over all sessions.
         attention: of every run, unless it is a parameter.
         seed: of every run and of the search.
-        scheduler: ``"asha"``: a trial whose validation score is not among the best quarter at its step stops early (asynchronous
-            successive halving); ``"none"``: every trial runs to its end.
-        grace_period: steps that every trial gets under ASHA; later comparisons are at 4, 16 ... times as many. Default: a sixteenth of the
-            longest run, and at least ``training.eval_every``, since scores come from validations.
-        preset, changes, given: what else the command line of ``structattn train`` needs to repeat a run: the preset, the ``--set`` texts,
-            and further options with their values.
+        scheduler: ``"asha"``: a trial whose validation score is not among the best quarter at its step stops
+            early (asynchronous successive halving); ``"none"``: every trial runs to its end.
+        grace_period: steps that every trial gets under ASHA; later comparisons are at 4, 16 ... times as
+            many. Default: a sixteenth of the longest run, and at least ``training.eval_every``, since scores
+            come from validations.
+        preset, changes, given: what else the command line of ``structattn train`` needs to repeat a run: the
+            preset, the ``--set`` texts, and further options with their values.
 
     Raises:
-        ConfigError: fewer than one trial, a parameter that is malformed, unknown, or also in ``changes``, a grace period that is out of range.
+        ConfigError: fewer than one trial, a parameter that is malformed, unknown, or also in ``changes``, a
+            grace period that is out of range.
 
     Source: Li et al. 2020 (ASHA); Bergstra et al. 2011 (TPE, Optuna's search).
     """
@@ -81,7 +85,8 @@ class SweepPlan:
             raise ConfigError(f"{sorted(both)[0]} is swept and set: leave one of the two out")
         if self.grace_period is not None and not 1 <= self.grace_period <= self.longest:
             raise ConfigError(
-                f"the grace period lies between 1 and the steps of the longest run, {self.longest}, got {self.grace_period}"
+                f"the grace period lies between 1 and the steps of the longest run, {self.longest}, got "
+                f"{self.grace_period}"
             )
 
     @property
@@ -169,7 +174,9 @@ class Journal:
         return trial
 
     def update(self, number: int, *, entry: tuple[int, float | None] | None = None, **changes: Any) -> None:
-        """Writes changes of a trial; ``entry`` is a new pair of the history, unless its step is already there."""
+        """Writes changes of a trial; ``entry`` is a new pair of the history, unless its step is already
+        there.
+        """
         trial = self._read(self._path(number))
         if entry is not None and (not trial.history or entry[0] > trial.history[-1][0]):
             changes["history"] = (*trial.history, entry)

@@ -5,8 +5,9 @@
     NAME=int:LOW:HIGH       every whole number, including LOW and HIGH
     NAME=choice:A,B,...     one of these
 
-``NAME`` is a setting as for ``--set``, ``task...`` or ``training...``, or ``attention``. A comma inside round or square brackets
-belongs to a choice; in a choice of attention variants also one before an option: ``choice:standard,mlr:8|8,values=8|8`` has two.
+``NAME`` is a setting as for ``--set``, ``task...`` or ``training...``, or ``attention``. A comma inside round
+or square brackets belongs to a choice; in a choice of attention variants also one before an option:
+``choice:standard,mlr:8|8,values=8|8`` has two.
 """
 
 from __future__ import annotations
@@ -47,11 +48,12 @@ def parse_parameters(
     Args:
         texts: see the top of this file.
         settings: those of the runs, which define the names.
-        check_spec: raises ``ConfigError`` for a text that is not a model of the task. Default: for one that is not an attention spec.
+        check_spec: raises ``ConfigError`` for a text that is not a model of the task. Default: for one that
+            is not an attention spec.
 
     Raises:
-        ConfigError: no parameter, a repeated one, an unknown setting (nearest named), a range that is empty or not of the setting's type, or
-            a choice that is not a value of the setting.
+        ConfigError: no parameter, a repeated one, an unknown setting (nearest named), a range that is empty
+            or not of the setting's type, or a choice that is not a value of the setting.
     """
     if not texts:
         raise ConfigError(f"nothing to sweep: give at least one parameter, as NAME={_FORMS}")

@@ -1,4 +1,6 @@
-"""Hyperparameter sweeps: many runs with settings that Optuna proposes, a report, and the command line of the best."""
+"""Hyperparameter sweeps: many runs with settings that Optuna proposes, a report, and the command line of the
+best.
+"""
 
 from __future__ import annotations
 
@@ -35,22 +37,25 @@ def sweep(
 ) -> Results[SweepRecord]:
     """Runs the trials of a plan and writes ``results.json``, figures (PNG, SVG) and ``report.html``.
 
-    Trials are compared on the validation split, by the score of their final weights; only the best finished trial
-    is scored on the test split. A run equals that of ``structattn train`` with the same settings.
+    Trials are compared on the validation split, by the score of their final weights; only the best finished
+    trial is scored on the test split. A run equals that of ``structattn train`` with the same settings.
 
     Args:
         plan: what is varied.
         out: output folder, created. Default: see ``folders.opened``.
-        runner: what trains the models. Default: ``LocalRunner(None)``, one process for each GPU, or without any, each core.
+        runner: what trains the models. Default: ``LocalRunner(None)``, one process for each GPU, or without
+            any, each core.
         command: the command line, for the record.
-        resume: continue the sweep in the folder: finished trials are kept, interrupted ones continue from their last checkpoint.
-            The number of trials may be larger than before. A finished sweep is only read.
+        resume: continue the sweep in the folder: finished trials are kept, interrupted ones continue from
+            their last checkpoint. The number of trials may be larger than before. A finished sweep is only
+            read.
         show_progress: a bar of trials.
         on_open: called with the output folder before anything is trained.
 
     Raises:
         MissingDependencyError: without Optuna.
-        ConfigError: an unusable folder, ``resume`` with another plan than before, or a model that no parameter changes and that does not fit.
+        ConfigError: an unusable folder, ``resume`` with another plan than before, or a model that no
+            parameter changes and that does not fit.
         CheckpointError: the record of an interrupted sweep cannot be read, or the results cannot be written.
         TrainingFailedError: no trial finished; the report gives the status of each.
 
@@ -128,7 +133,9 @@ def _record(plan: SweepPlan, task: Task, journal: Journal, command: str) -> Swee
 
 
 def _best(plan: SweepPlan, journal: Journal, trials: tuple[Trial, ...]) -> BestTrial | None:
-    """The trial with the lowest validation score among those that ran to their end, its scores on the test split, and its command line."""
+    """The trial with the lowest validation score among those that ran to their end, its scores on the test
+    split, and its command line.
+    """
     finished = [(trial.score, trial) for trial in trials if trial.status == "finished" and trial.score is not None]
     if not finished:
         return None

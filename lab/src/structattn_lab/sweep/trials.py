@@ -1,7 +1,8 @@
-"""The trials of a sweep: Optuna proposes their values, ``SuccessiveHalving`` stops the worse ones, the journal records their status.
+"""The trials of a sweep: Optuna proposes their values, ``SuccessiveHalving`` stops the worse ones, the
+journal records their status.
 
-Importing this needs Optuna. Optuna's storage is not used: after an interruption it gets the history from the journal, in the order
-of the trials, and proposes what it would have proposed without the interruption.
+Importing this needs Optuna. Optuna's storage is not used: after an interruption it gets the history from the
+journal, in the order of the trials, and proposes what it would have proposed without the interruption.
 """
 
 from __future__ import annotations
@@ -116,7 +117,9 @@ class _Trials(Listener):
                 yield record, proposal
 
     def jobs(self) -> Iterator[Job]:
-        """Interrupted and crashed trials, then new ones; their values are proposed when there is room for them."""
+        """Interrupted and crashed trials, then new ones; their values are proposed when there is room for
+        them.
+        """
         for record, proposal in self._begun:
             yield from self._begin(record.number, proposal)
         for number in range(self._next, self._next + self._new):

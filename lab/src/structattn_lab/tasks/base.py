@@ -1,4 +1,6 @@
-"""What a task is: data, loss, models, scores and baselines, for the training loop, comparisons and reports."""
+"""What a task is: data, loss, models, scores and baselines, for the training loop, comparisons and
+reports.
+"""
 
 from __future__ import annotations
 
@@ -45,14 +47,18 @@ class TextModel:
 
 @dataclass(frozen=True)
 class DataOption:
-    """An option of the command line for the user's data: the setting that it sets, such as ``"data.path"``, and what the user gives."""
+    """An option of the command line for the user's data: the setting that it sets, such as ``"data.path"``,
+    and what the user gives.
+    """
 
     setting: str
     about: str
 
 
 def check_sizes_of(config: Any, *names: str) -> None:
-    """Raises ``ConfigError`` unless these settings of a task are ints of at least 1, and ``num_heads`` divides ``embed_dim`` if both are named."""
+    """Raises ``ConfigError`` unless these settings of a task are ints of at least 1, and ``num_heads``
+    divides ``embed_dim`` if both are named.
+    """
     for name in names:
         check_int(f"task.{name}", getattr(config, name), minimum=1)
     if {"embed_dim", "num_heads"} <= set(names) and config.embed_dim % config.num_heads:
@@ -68,15 +74,20 @@ class Task(ABC):
         metric: the key of ``evaluate`` that ranks methods and stops training early.
         metric_label: the metric in words with its unit, for axes and table heads.
         question: what the comparison answers, one sentence for the report.
-        data_sha256: of the data that the task reads, so that a run is not resumed with other data; empty for generated data.
-        data_options: for tasks that read the user's data: which of the options ``data``, ``time`` and ``target`` of the command line it
-            takes. ``data`` is an absolute path. The data are identified by their digest, so they may be moved.
+        data_sha256: of the data that the task reads, so that a run is not resumed with other data; empty for
+            generated data.
+        data_options: for tasks that read the user's data: which of the options ``data``, ``time`` and
+            ``target`` of the command line it takes. ``data`` is an absolute path. The data are identified by
+            their digest, so they may be moved.
         reads_text: whether its models know words, lines and paragraphs, which are the levels of ``mlr-text``.
-        no_skill_score: the score of a model that has learned nothing, where that is the same for all data; ``None`` where it is not.
-        divides_sequences: whether processes can divide its sequences (``training.context_parallel``): it has ``loss_of_shard`` and ``evaluate_shard``.
+        no_skill_score: the score of a model that has learned nothing, where that is the same for all data;
+            ``None`` where it is not.
+        divides_sequences: whether processes can divide its sequences (``training.context_parallel``): it has
+            ``loss_of_shard`` and ``evaluate_shard``.
         baselines_title: the heading of the baselines in a report.
         baselines_note: what the baselines are, one sentence for the report.
-        scores_before_training: whether the first entry of a run's history is of the model before its first step.
+        scores_before_training: whether the first entry of a run's history is of the model before its first
+            step.
     """
 
     name: ClassVar[str]
@@ -98,7 +109,8 @@ class Task(ABC):
 
     @classmethod
     def check_spec(cls, spec: str) -> None:
-        """Whether a text names a model of this task, before one is built; here, whether it is an attention spec.
+        """Whether a text names a model of this task, before one is built; here, whether it is an attention
+        spec.
 
         Raises:
             ConfigError: it does not.
@@ -111,7 +123,9 @@ class Task(ABC):
 
     @classmethod
     def _data_setting(cls, config: dict[str, Any]) -> tuple[dict[str, Any], str]:
-        """The section of plain settings that holds the path of the user's data, and its name there; empty for a task without any."""
+        """The section of plain settings that holds the path of the user's data, and its name there; empty for
+        a task without any.
+        """
         if "data" not in cls.data_options:
             return {}, ""
         *sections, name = cls.data_options["data"].setting.split(".")
@@ -121,7 +135,9 @@ class Task(ABC):
 
     @classmethod
     def data_path(cls, config: dict[str, Any]) -> str | None:
-        """Where the data of a task with these settings, as plain data, are; ``None`` for packaged or generated data."""
+        """Where the data of a task with these settings, as plain data, are; ``None`` for packaged or
+        generated data.
+        """
         section, name = cls._data_setting(config)
         return (section[name] or None) if name else None
 
@@ -135,7 +151,9 @@ class Task(ABC):
         return found
 
     def identity(self, config: dict[str, Any]) -> dict[str, Any]:
-        """What an output folder records of the task: its settings, as plain data, and its data by their digest, wherever they are."""
+        """What an output folder records of the task: its settings, as plain data, and its data by their
+        digest, wherever they are.
+        """
         found = copy.deepcopy(config)
         section, name = self._data_setting(found)
         section.pop(name, None)
@@ -147,12 +165,15 @@ class Task(ABC):
         return LayerSpecs.parse(spec).describe()
 
     def data_summary(self) -> dict[str, str]:
-        """The data in words for the head of a report: what, how much, and how much a model sees at once; empty by default."""
+        """The data in words for the head of a report: what, how much, and how much a model sees at once;
+        empty by default.
+        """
         return {}
 
     @abstractmethod
     def build_model(self, spec: str) -> nn.Module:
-        """The model of this task with the attention ``spec``; draws its weights from torch's global generator.
+        """The model of this task with the attention ``spec``; draws its weights from torch's global
+        generator.
 
         The module has ``flops_per_example() -> int``, the forward FLOPs of one example (2 per multiply-add).
         """
@@ -166,8 +187,8 @@ class Task(ABC):
         """The scalar training loss, a mean over the batch."""
 
     def loss_of_shard(self, model: nn.Module, batch: Batch, step: int, mesh: DeviceMesh) -> Tensor:
-        """The part of ``loss`` that comes from the tokens of this process: the sum over the processes of a mesh, which have the same batch and divide
-        its sequences, is ``loss``. All call it together.
+        """The part of ``loss`` that comes from the tokens of this process: the sum over the processes of a
+        mesh, which have the same batch and divide its sequences, is ``loss``. All call it together.
 
         Raises:
             ConfigError: the task has no ``divides_sequences``.
@@ -179,13 +200,14 @@ class Task(ABC):
 
         Args:
             model: from ``build_model``, not wrapped.
-            step: of the training, where examples change in size: they grow to the full size and stay there. Default ``None``: the
-                full size.
+            step: of the training, where examples change in size: they grow to the full size and stay there.
+                Default ``None``: the full size.
         """
         return cast(Any, model).flops_per_example()
 
     def tokens(self, model: nn.Module, step: int | None = None) -> int:
-        """Tokens of one example of the batch at a step, for the speed of training. Default: 1, so that the speed is in examples.
+        """Tokens of one example of the batch at a step, for the speed of training. Default: 1, so that the
+        speed is in examples.
 
         Args:
             model, step: see ``flops``.
@@ -194,11 +216,13 @@ class Task(ABC):
 
     @abstractmethod
     def evaluate(self, model: nn.Module, split: Split) -> dict[str, float]:
-        """Scores on held-out examples, the same for every model; contains ``metric``. ``model`` is in eval mode."""
+        """Scores on held-out examples, the same for every model; contains ``metric``. ``model`` is in eval
+        mode.
+        """
 
     def evaluate_shard(self, model: nn.Module, split: Split, mesh: DeviceMesh) -> dict[str, float]:
-        """As ``evaluate``, with every sequence divided among the processes of a mesh, which all call it together: the same scores in each of them, up to
-        rounding.
+        """As ``evaluate``, with every sequence divided among the processes of a mesh, which all call it
+        together: the same scores in each of them, up to rounding.
 
         Raises:
             ConfigError: the task has no ``divides_sequences``.
@@ -208,7 +232,8 @@ class Task(ABC):
     def undivided(self) -> ConfigError:
         """The error of a task without ``divides_sequences``."""
         return ConfigError(
-            f"training.context_parallel divides the sequences of language models, of the tasks text and recall; {self.name} has none: leave it at 1, "
+            "training.context_parallel divides the sequences of language models, of the tasks text and recall; "
+            f"{self.name} has none: leave it at 1, "
             "and the processes of a launcher divide the batch"
         )
 
@@ -219,7 +244,8 @@ class Task(ABC):
             ConfigError: the models of this task have no such cache.
         """
         raise ConfigError(
-            f"--cache reads text through the key/value cache of a language model; {self.name} has none: evaluate it without, or "
+            f"--cache reads text through the key/value cache of a language model; {self.name} has none: evaluate it "
+            "without, or "
             "train one with 'structattn train text'"
         )
 
@@ -235,30 +261,40 @@ class Task(ABC):
 
     @abstractmethod
     def baselines(self) -> list[Baseline]:
-        """Scores of the methods without attention, on the test split; asked for once at each point of a comparison."""
+        """Scores of the methods without attention, on the test split; asked for once at each point of a
+        comparison.
+        """
 
     def record(self) -> dict[str, Any]:
-        """What a trained model needs besides settings and weights, as plain data, for ``run.json``; empty by default."""
+        """What a trained model needs besides settings and weights, as plain data, for ``run.json``; empty by
+        default.
+        """
         return {}
 
     def run_files(self, model: nn.Module) -> dict[str, bytes]:
-        """Files that a trained model is used with besides its settings and weights, by name: they are written to the folder of its run; none by
-        default. ``model`` is in eval mode, and all processes call it together."""
+        """Files that a trained model is used with besides its settings and weights, by name: they are written
+        to the folder of its run; none by default. ``model`` is in eval mode, and all processes call it
+        together."""
         return {}
 
     def baseline_files(self) -> dict[str, bytes]:
-        """Files with which the methods of ``baselines`` are used, by name: a comparison keeps them; none by default."""
+        """Files with which the methods of ``baselines`` are used, by name: a comparison keeps them; none by
+        default.
+        """
         return {}
 
     def details(self, model: nn.Module) -> dict[str, Any]:
         """What the task's figures need from a trained model (lists and numbers only); empty by default.
 
-        ``train_windows``, where there is one, is the number of examples of an epoch, in which reports then count the training.
+        ``train_windows``, where there is one, is the number of examples of an epoch, in which reports then
+        count the training.
         """
         return {}
 
     def scores(self, model: nn.Module, *, with_details: bool) -> tuple[dict[str, float], dict[str, Any]]:
-        """``evaluate`` on the test split, and ``details`` if they are asked for; a task whose two need the same work does it once."""
+        """``evaluate`` on the test split, and ``details`` if they are asked for; a task whose two need the
+        same work does it once.
+        """
         return self.evaluate(model, "test"), self.details(model) if with_details else {}
 
     def axis_labels(self) -> dict[str, str]:

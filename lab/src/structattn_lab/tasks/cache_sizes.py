@@ -4,7 +4,8 @@ from __future__ import annotations
 
 
 def cache_map(length: int, head_dim: int) -> tuple[str, ...]:
-    """Specs for ``length`` tokens and 4 heads: a whole cache, then about a half, a quarter, an eighth of it, and a constant state.
+    """Specs for ``length`` tokens and 4 heads: a whole cache, then about a half, a quarter, an eighth of it,
+    and a constant state.
 
     Args:
         length: T, a multiple of 64: windows are parts of it.

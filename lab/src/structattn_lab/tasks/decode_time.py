@@ -34,9 +34,11 @@ def _milliseconds(step: Callable[[Tensor], Any], token: Tensor) -> float:
 
 @torch.no_grad()
 def decode_times(models: Mapping[str, LanguageModel]) -> dict[str, float]:
-    """Median milliseconds of one more token at the end of the context, over the last 64, or the second half of a short one.
+    """Median milliseconds of one more token at the end of the context, over the last 64, or the second half
+    of a short one.
 
-    The models take their steps in turn, so that what disturbs the machine disturbs all. Weights and tokens do not matter.
+    The models take their steps in turn, so that what disturbs the machine disturbs all. Weights and tokens do
+    not matter.
 
     Args:
         models: by name, of one length of context, at least 2.

@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 def octaves(length: int) -> list[tuple[int, int]]:
-    """Ranges of 1 ... length that double: (1, 1), (2, 3), (4, 7), ...; the last range also takes the rest where the rest is less than half of the
-    next range."""
+    """Ranges of 1 ... length that double: (1, 1), (2, 3), (4, 7), ...; the last range also takes the rest
+    where the rest is less than half of the next range."""
     last = (length + length // 3).bit_length() - 1 if length > 1 else 1
     starts = [2**i for i in range(last)]
     return [(a, 2 * a - 1) for a in starts[:-1]] + [(starts[-1], length)]

@@ -18,9 +18,10 @@ if TYPE_CHECKING:  # the command line lists the names without importing PyTorch
     from structattn_lab.tasks.factory import TaskFactory
 
 logger = logging.getLogger(__name__)
-# The package of each task, imported at its first use. It has a documentation string, ``TASK``, a subclass of ``Task``, and ``PRESETS``, the
-# ``Preset`` by name, among them "default" and "smoke". What a report adds for it is in its module ``figures``, if there is one: ``FIGURES``
-# and ``TABLES``, ``name_of``, where figures name its specs otherwise, and ``verdict``, where its results are said in other words.
+# The package of each task, imported at its first use. It has a documentation string, ``TASK``, a subclass of
+# ``Task``, and ``PRESETS``, the ``Preset`` by name, among them "default" and "smoke". What a report adds for
+# it is in its module ``figures``, if there is one: ``FIGURES`` and ``TABLES``, ``name_of``, where figures
+# name its specs otherwise, and ``verdict``, where its results are said in other words.
 TASKS: dict[str, str] = {
     "nearest-neighbor": "structattn_lab.tasks.nearest_neighbor",
     "forecast": "structattn_lab.tasks.forecast",
@@ -33,10 +34,12 @@ TASKS: dict[str, str] = {
 
 
 def register_task(name: str, package: str) -> None:
-    """Adds a task that another package defines, unless an entry point of the group ``structattn.tasks`` in its metadata does.
+    """Adds a task that another package defines, unless an entry point of the group ``structattn.tasks`` in
+    its metadata does.
 
-    Call it in the ``__init__`` of that package with ``__name__``, and name the package in ``STRUCTATTN_IMPORT``: every command and its worker
-    processes then import it. (Worker processes import it with the settings of the task in any case.)
+    Call it in the ``__init__`` of that package with ``__name__``, and name the package in
+    ``STRUCTATTN_IMPORT``: every command and its worker processes then import it. (Worker processes import it
+    with the settings of the task in any case.)
 
     Args:
         name: on the command line; that of the package's ``TASK``.
@@ -103,7 +106,9 @@ def presets_of(name: str) -> dict[str, Preset]:
 
 
 def factory_of(name: str) -> TaskFactory:
-    """What makes the tasks of a name, for a command that hands it on; raises ``ConfigError`` with the nearest name."""
+    """What makes the tasks of a name, for a command that hands it on; raises ``ConfigError`` with the nearest
+    name.
+    """
     from structattn_lab.tasks.factory import TaskFactory
 
     return TaskFactory(task_class(name), TASKS[name])
@@ -118,7 +123,7 @@ def report_of(record: ComparisonRecord) -> TaskReport:
 
 def about(name: str) -> str:
     """What a task is: the first sentence of its package's documentation string."""
-    return str(_package(name).__doc__).partition("\n")[0]
+    return " ".join(str(_package(name).__doc__).partition("\n\n")[0].split())
 
 
 def recipe_for(task: str, preset: str) -> Recipe:

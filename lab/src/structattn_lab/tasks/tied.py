@@ -10,8 +10,8 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def without_copies(module: nn.Module) -> None:
-    """Leaves further names of a shared parameter out of ``state_dict``, and accepts it without them (T5's stacks share their embeddings, with
-    the head too in some models)."""
+    """Leaves further names of a shared parameter out of ``state_dict``, and accepts it without them (T5's
+    stacks share their embeddings, with the head too in some models)."""
     module.register_state_dict_post_hook(_drop_copies)
     module.register_load_state_dict_pre_hook(_add_copies)
 
@@ -38,7 +38,9 @@ def _add_copies(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) 
 
 
 def on_meta_device(module: M) -> M:
-    """The module with tensors that have no data; parameters that it shares stay shared, which ``nn.Module.to`` would undo."""
+    """The module with tensors that have no data; parameters that it shares stay shared, which
+    ``nn.Module.to`` would undo.
+    """
     moved: dict[int, Any] = {}
     for part in module.modules():
         for name, parameter in part._parameters.items():

@@ -1,4 +1,6 @@
-"""Builds the model and the optimiser of a run from its settings, in the standard parametrisation or in muP."""
+"""Builds the model and the optimiser of a run from its settings, in the standard parametrisation or in
+muP.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ _MOST_LAYERS = 10_000
 
 
 def spec_for(spec: str, parametrization: Parametrization) -> str:
-    """The spec that a model is built from: under muP with its scaling of the scores, unless the spec chose another one."""
+    """The spec that a model is built from: under muP with its scaling of the scores, unless the spec chose
+    another one.
+    """
     return spec if parametrization == "standard" else str(LayerSpecs.parse(spec).with_scaling("mup"))
 
 
@@ -49,7 +53,8 @@ def empty_model(task: Task, spec: str, parametrization: Parametrization) -> nn.M
     size, memory = sum(p.numel() * p.element_size() for p in model.parameters()), physical_memory()
     if memory is not None and size > memory:
         raise ConfigError(
-            f"the parameters of the model take {size / 2**30:,.0f} GiB, and this machine has {memory / 2**30:,.0f} GiB: choose a "
+            f"the parameters of the model take {size / 2**30:,.0f} GiB, and this machine has {memory / 2**30:,.0f} "
+            "GiB: choose a "
             "smaller width or fewer layers"
         )
     return model
@@ -84,7 +89,9 @@ def checkpoint_activations(model: nn.Module) -> None:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """AdamW groups of the standard parametrisation: decay on parameters of two or more dimensions, one learning rate."""
+    """AdamW groups of the standard parametrisation: decay on parameters of two or more dimensions, one
+    learning rate.
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay, "lr_scale": 1.0},
@@ -108,9 +115,11 @@ def build_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Ada
 
 
 def compiled(model: nn.Module) -> nn.Module:
-    """The model, compiled for each of its input shapes; unchanged, with a warning, where nothing can be compiled.
+    """The model, compiled for each of its input shapes; unchanged, with a warning, where nothing can be
+    compiled.
 
-    Increases dynamo's limit of shapes for the process. Compiled code needs a C++ compiler on CPU, and Triton on CUDA; whether they work is tried on a function of one line.
+    Increases dynamo's limit of shapes for the process. Compiled code needs a C++ compiler on CPU, and Triton
+    on CUDA; whether they work is tried on a function of one line.
     """
     device = next(model.parameters()).device
     if any(isinstance(module, Attention) and isinstance(module.layout, TextLayout) for module in model.modules()):
@@ -121,7 +130,8 @@ def compiled(model: nn.Module) -> nn.Module:
     except Exception as error:  # any error of a compiler: the run continues uncompiled
         logger.warning("training is not compiled, and slower: %s", str(error).strip().splitlines()[0])
         return model
-    # Past its limit, 8 by default, dynamo runs new shapes uncompiled: the last sizes of a curriculum, which are most of the work.
+    # Past its limit, 8 by default, dynamo runs new shapes uncompiled: the last sizes of a curriculum, which
+    # are most of the work.
     dynamo = torch._dynamo.config
     dynamo.recompile_limit = max(dynamo.recompile_limit, _MOST_SHAPES)
     return torch.compile(model, dynamic=False)  # type: ignore[return-value]

@@ -1,7 +1,7 @@
 """Checkpoints: tensors as safetensors, the rest as JSON, every file hashed, the folder renamed into place.
 
-A folder whose manifest and files fit together is a checkpoint, whatever its name is: a kill between any two operations leaves the old one or
-the new one, in its place or under a temporary name, and both are found.
+A folder whose manifest and files fit together is a checkpoint, whatever its name is: a kill between any two
+operations leaves the old one or the new one, in its place or under a temporary name, and both are found.
 """
 
 from __future__ import annotations
@@ -109,7 +109,9 @@ def _step(folder: Path) -> int:
 
 
 def _newest_first(root: Path) -> list[Path]:
-    """The checkpoints, also damaged ones; after that of a step the one with a temporary name, which a kill left there."""
+    """The checkpoints, also damaged ones; after that of a step the one with a temporary name, which a kill
+    left there.
+    """
     found = [*root.glob(f"{_PREFIX}*"), *root.glob(f"{TEMPORARY}*")] if root.is_dir() else []
     steps = {folder: _step(folder) for folder in found}
     return sorted((folder for folder in found if steps[folder] >= 0), key=steps.__getitem__, reverse=True)
@@ -121,12 +123,15 @@ def has_checkpoints(root: Path) -> bool:
 
 
 def latest_checkpoint(root: Path) -> Path | None:
-    """The newest complete checkpoint folder below ``root``, or ``None``; hashes are left to ``load_checkpoint``."""
+    """The newest complete checkpoint folder below ``root``, or ``None``; hashes are left to
+    ``load_checkpoint``.
+    """
     return next(filter(_is_complete, _newest_first(root)), None)
 
 
 def load_latest(root: Path) -> Checkpoint | None:
-    """The newest undamaged checkpoint below ``root``, ``None`` if there are no checkpoints. A warning names damaged ones.
+    """The newest undamaged checkpoint below ``root``, ``None`` if there are no checkpoints. A warning names
+    damaged ones.
 
     Raises:
         CheckpointError: there are checkpoints, and all are damaged.
@@ -155,7 +160,9 @@ def _is_complete(path: Path) -> bool:
 
 
 def _manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint whose files are there, of the right sizes; else raises ``CheckpointError``."""
+    """The manifest of a checkpoint whose files are there, of the right sizes; else raises
+    ``CheckpointError``.
+    """
     manifest = read_signed(path / _MANIFEST, unsigned=("format_version", "step", "files"))
     version = manifest.get("format_version")
     if version != FORMAT_VERSION:

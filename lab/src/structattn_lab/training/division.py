@@ -1,4 +1,6 @@
-"""How the processes of a launcher divide a step: each copy of the model takes a part of the batch, its processes a part of every sequence."""
+"""How the processes of a launcher divide a step: each copy of the model takes a part of the batch, its
+processes a part of every sequence.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ class Division:
     Attributes:
         num_parts: parts of a batch: the number of processes over those that divide a sequence.
         part: of this process; neighbors in rank have the same one.
-        context: the processes with the same part, which divide its sequences; ``None`` where every process has whole ones.
+        context: the processes with the same part, which divide its sequences; ``None`` where every process
+            has whole ones.
     """
 
     num_parts: int
@@ -34,8 +37,9 @@ class Division:
 
     @property
     def loss_factor(self) -> int:
-        """By which the loss of this process is multiplied. DDP and FSDP take the mean of all gradients: the mean over the parts of the batch is
-        wanted, and of each part the sum over the processes that divide its sequences."""
+        """By which the loss of this process is multiplied. DDP and FSDP take the mean of all gradients: the
+        mean over the parts of the batch is wanted, and of each part the sum over the processes that divide
+        its sequences."""
         return 1 if self.context is None else self.context.size()
 
 
@@ -54,14 +58,16 @@ def division_of(config: TrainingConfig, index: int, count: int, device: torch.de
     size = config.context_parallel
     if count % size:
         raise ConfigError(
-            f"training.context_parallel={size} divides every sequence among {size} processes, got {count} in all: start a multiple of {size}, such "
+            f"training.context_parallel={size} divides every sequence among {size} processes, got {count} in all: "
+            f"start a multiple of {size}, such "
             f"as torchrun --nproc-per-node {size} -m structattn train ..."
         )
     num_parts = count // size
     if config.batch_size % num_parts:
         shares = f" / training.context_parallel = {count} / {size}" if size > 1 else ""
         raise ConfigError(
-            f"training.batch_size must divide by the number of processes{shares}: got {config.batch_size} and {num_parts}"
+            f"training.batch_size must divide by the number of processes{shares}: got {config.batch_size} and "
+            f"{num_parts}"
         )
     if size == 1:
         return Division(num_parts=num_parts, part=index)
@@ -70,7 +76,8 @@ def division_of(config: TrainingConfig, index: int, count: int, device: torch.de
 
 
 def check_same(identity: dict[str, Any], config: TrainingConfig, count: int, device: torch.device) -> None:
-    """Compares the settings of all processes, which call it together: those that differ would wait for each other, or train a model of neither.
+    """Compares the settings of all processes, which call it together: those that differ would wait for each
+    other, or train a model of neither.
 
     Args:
         identity: of the run.

@@ -62,13 +62,15 @@ def load_run(folder: Path, data_path: Path | None = None) -> TrainedModel:
         config = kind.with_data_path(config, str(data_path))
     elif before is not None and not is_there(before):
         raise DataError(
-            f"the run in {folder} was trained on {before}, which is not there: put it back, or give its new location with --data"
+            f"the run in {folder} was trained on {before}, which is not there: put it back, or give its new location "
+            "with --data"
         )
     with reading_run(folder):
         task = kind(read_as(kind.config_class, config, f"the run in {folder} is damaged"))
         if record.data not in (None, task.data_sha256):  # the first runs did not record it
             raise DataError(
-                f"the data have changed since the run in {folder} was trained, so that a score would be meaningless: restore them, or "
+                f"the data have changed since the run in {folder} was trained, so that a score would be meaningless: "
+                "restore them, or "
                 "give their new location with --data"
             )
         model = trained_model(folder, found, task.build_model)
@@ -76,7 +78,8 @@ def load_run(folder: Path, data_path: Path | None = None) -> TrainedModel:
 
 
 def load_language_model(folder: Path) -> LanguageModel:
-    """The model of a finished run of language modelling, in eval mode; the text that it was trained on is not needed.
+    """The model of a finished run of language modelling, in eval mode; the text that it was trained on is not
+    needed.
 
     Raises:
         CheckpointError: as ``load_run``.
@@ -109,7 +112,9 @@ def _text_model(folder: Path, record: RunRecord) -> TextModel:
 
 @contextmanager
 def reading_run(folder: Path) -> Iterator[None]:
-    """A context in which read errors mean that the run is damaged, unless it needs what is not installed or imported here."""
+    """A context in which read errors mean that the run is damaged, unless it needs what is not installed or
+    imported here.
+    """
     try:
         yield
     except NotRegisteredError as error:
@@ -124,7 +129,8 @@ def trained_model(folder: Path, found: FinishedRun, build: Callable[[str], M]) -
     """The model of a run with its weights, in eval mode.
 
     Raises:
-        CheckpointError: its weights are not those of this model; a model that is too large takes no memory before.
+        CheckpointError: its weights are not those of this model; a model that is too large takes no memory
+            before.
     """
     record, most = found.record, sum(weight.numel() for weight in found.weights.values())
     sizes = {name: size for name in _SIZES if isinstance(size := record.task_config.get(name), int)}
@@ -133,7 +139,8 @@ def trained_model(folder: Path, found: FinishedRun, build: Callable[[str], M]) -
         too_large = {"num_layers": sizes["num_layers"]}
     for name, size in too_large.items():
         raise CheckpointError(
-            f"the run in {folder} is damaged: {name} = {size:,} in its run.json is too large for its weights, {most:,} numbers; train it again"
+            f"the run in {folder} is damaged: {name} = {size:,} in its run.json is too large for its weights, {most:,} "
+            "numbers; train it again"
         )
     # The first runs did not record a parametrization: there was only the standard one.
     spec = spec_for(record.spec, record.config.get("parametrization", "standard"))
@@ -141,7 +148,8 @@ def trained_model(folder: Path, found: FinishedRun, build: Callable[[str], M]) -
         size = sum(tensor.numel() for tensor in build(spec).state_dict().values())
     if size != most:
         raise CheckpointError(
-            f"the run in {folder} is damaged: its run.json is of a model of {size:,} numbers, its weights are {most:,}; train it again"
+            f"the run in {folder} is damaged: its run.json is of a model of {size:,} numbers, its weights are "
+            f"{most:,}; train it again"
         )
     model = build(spec)
     model.load_state_dict(found.weights, strict=True)

@@ -1,4 +1,6 @@
-"""Files of a finished run: ``run.json``, signed, and ``model.safetensors``, whose digest it holds. Reading them changes no file."""
+"""Files of a finished run: ``run.json``, signed, and ``model.safetensors``, whose digest it holds. Reading
+them changes no file.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ def is_finished(folder: Path) -> bool:
 
 
 def write_finished(folder: Path, record: RunRecord, weights: dict[str, Tensor], files: dict[str, bytes]) -> None:
-    """Writes the weights, the files of ``Task.run_files``, and then the record with the digest of the weights, which marks the run as finished.
+    """Writes the weights, the files of ``Task.run_files``, and then the record with the digest of the
+    weights, which marks the run as finished.
 
     Raises:
         CheckpointError: a file cannot be written.
@@ -72,7 +75,8 @@ def read_record(folder: Path) -> RunRecord:
 
 
 def progress_of(record: RunRecord, folder: Path) -> Progress | None:
-    """The progress of a finished run; for version 0.1.0 from the last checkpoint, ``None`` if that is missing.
+    """The progress of a finished run; for version 0.1.0 from the last checkpoint, ``None`` if that is
+    missing.
 
     Raises:
         CheckpointError: all checkpoints of such a run are damaged.

@@ -1,4 +1,6 @@
-"""The identity of a run: task, data, spec, seed and settings. A folder is only resumed and read as the same run."""
+"""The identity of a run: task, data, spec, seed and settings. A folder is only resumed and read as the same
+run.
+"""
 
 from __future__ import annotations
 
@@ -71,6 +73,7 @@ def _check_settings(saved: dict[str, Any], current: dict[str, Any], where: str, 
             _check_settings(old, new, where, f"{path}{key}.")
         elif old != new:
             raise CheckpointError(
-                f"the run in {where} was started with {path}{key} = {old!r}, now {new!r}: resume with the same settings, or "
+                f"the run in {where} was started with {path}{key} = {old!r}, now {new!r}: resume with the same "
+                "settings, or "
                 "use another folder"
             )

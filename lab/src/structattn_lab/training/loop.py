@@ -37,7 +37,8 @@ class TrainingResult:
     """A trained model and the progress of its training.
 
     Attributes:
-        model: with the final weights, or with early stopping the best ones. Under FSDP it is sharded: all processes must call it together.
+        model: with the final weights, or with early stopping the best ones. Under FSDP it is sharded: all
+            processes must call it together.
         progress: of the run.
         evaluate: scores the model on a split, the same in every process; all processes call it together.
     """
@@ -62,30 +63,37 @@ def train(
 ) -> TrainingResult:
     """Trains the task's model with one attention variant.
 
-    Weights, batches and dropout are functions of (seed, step) only: a run that is killed at any moment and resumed ends with
-    the same weights, bit for bit on one CPU. Under a launcher (``torchrun``, ``accelerate launch``) all processes train one model.
+    Weights, batches and dropout are functions of (seed, step) only: a run that is killed at any moment and
+    resumed ends with the same weights, bit for bit on one CPU. Under a launcher (``torchrun``,
+    ``accelerate launch``) all processes train one model.
 
     Args:
         task: data, loss and evaluation.
         spec: attention variant.
         config: settings.
         seed: of weights, data order and dropout.
-        run_dir: folder of ``config.yaml``, checkpoints, files of the tracker, and at the end ``model.safetensors`` and ``run.json``.
+        run_dir: folder of ``config.yaml``, checkpoints, files of the tracker, and at the end
+            ``model.safetensors`` and ``run.json``.
         preset: its name, for ``config.yaml``. Default: none; all settings are there in any case.
-        resume: continue from the last checkpoint there, if there is one; a finished run returns its result at once, and none of its files
-            changes.
+        resume: continue from the last checkpoint there, if there is one; a finished run returns its result at
+            once, and none of its files changes.
         show_progress: a progress bar on stderr.
-        on_steps: called with the number of newly finished or skipped steps: all calls sum to ``config.steps``.
-        on_evaluation: called with every entry of ``history``, first with those from before an interruption, then with each as it is made.
+        on_steps: called with the number of newly finished or skipped steps: all calls sum to
+            ``config.steps``.
+        on_evaluation: called with every entry of ``history``, first with those from before an interruption,
+            then with each as it is made.
 
     Returns:
         ``TrainingResult``.
 
     Raises:
-        ConfigError: the seed is not in [0, 2**63), ``run_dir`` holds a run and ``resume`` is off, or the batch does not divide over the processes.
-        CheckpointError: the run there has other settings, every checkpoint is damaged (a warning if only some are), or one cannot be written.
+        ConfigError: the seed is not in [0, 2**63), ``run_dir`` holds a run and ``resume`` is off, or the
+            batch does not divide over the processes.
+        CheckpointError: the run there has other settings, every checkpoint is damaged (a warning if only some
+            are), or one cannot be written.
         TrainingDivergedError: the loss or a weight is not finite; the last checkpoint is from before that.
-        Stopped: a process was asked to stop inside ``interrupt.handled``; there is a checkpoint of the last step.
+        Stopped: a process was asked to stop inside ``interrupt.handled``; there is a checkpoint of the last
+            step.
     """
     check_int("seed", seed, minimum=0, maximum=MAX_SEED)
     if not resume and (is_finished(run_dir) or has_checkpoints(run_dir / "checkpoints")):
@@ -102,7 +110,8 @@ def train(
             if checkpoint is not None:
                 run.restore(checkpoint)
                 if run.state.finished:
-                    run.write_result()  # the run was killed between its last checkpoint and its model files, or they are damaged
+                    # the run was killed between its last checkpoint and its model files, or they are damaged
+                    run.write_result()
         before = finished or run.state.progress()
         for entry in before.history:
             tell_evaluation(entry)
@@ -117,10 +126,12 @@ def train(
 
 
 def _collect(run: TrainingRun, losses: list[Tensor]) -> tuple[float, int]:
-    """Adds the losses of the last steps to the record; only here the loop waits for the device and the other processes.
+    """Adds the losses of the last steps to the record; only here the loop waits for the device and the other
+    processes.
 
     Returns:
-        The newest loss, and the signal that asked a process to stop, 0 if none did: the same in all processes.
+        The newest loss, and the signal that asked a process to stop, 0 if none did: the same in all
+        processes.
 
     Raises:
         TrainingDivergedError: a loss is not finite. Nothing was saved since then.

@@ -12,7 +12,9 @@ import torch
 
 
 def reset_peak_memory() -> None:
-    """Starts a new measurement; without a GPU only on Linux: elsewhere the peak is that of the whole process."""
+    """Starts a new measurement; without a GPU only on Linux: elsewhere the peak is that of the whole
+    process.
+    """
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     with contextlib.suppress(OSError):

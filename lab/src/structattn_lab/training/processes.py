@@ -1,4 +1,6 @@
-"""Processes that depend on others: workers end with their parent, and processes of a launcher name the one that no longer answers."""
+"""Processes that depend on others: workers end with their parent, and processes of a launcher name the one
+that no longer answers.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +26,17 @@ from structattn.errors import CommunicationError, TrainingFailedError
 
 logger = logging.getLogger(__name__)
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
-# A process that waits for a stopped one is ended by the watchdog, which knows which one it is, and only if that fails by its process group.
+# A process that waits for a stopped one is ended by the watchdog, which knows which one it is, and only if
+# that fails by its process group.
 _LATER = 30.0
 
 
 def end_with_parent() -> None:
-    """Ends this process, at once, when the process that started it ends, however that ends; also where it has ended before this call.
+    """Ends this process, at once, when the process that started it ends, however that ends; also where it has
+    ended before this call.
 
-    For worker processes: one that outlives its parent would write to the same folders as the workers of the next call. Ending at any
-    moment is safe, since files are written under temporary names.
+    For worker processes: one that outlives its parent would write to the same folders as the workers of the
+    next call. Ending at any moment is safe, since files are written under temporary names.
     """
     parent = multiprocessing.parent_process()
     before = os.getppid()
@@ -79,7 +83,9 @@ def group_timeout(seconds: float) -> timedelta:
 
 @contextlib.contextmanager
 def named_loss(index: int, count: int) -> Iterator[None]:
-    """If another process ends during a collective operation, the error is a ``TrainingFailedError`` of one line."""
+    """If another process ends during a collective operation, the error is a ``TrainingFailedError`` of one
+    line.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -88,7 +94,8 @@ def named_loss(index: int, count: int) -> Iterator[None]:
         if count > 1 and (found is not error or isinstance(error, torch.distributed.DistError) or "gloo" in str(error)):
             reason = str(found).strip().splitlines()[0]
             raise TrainingFailedError(
-                f"process {index} of {count} (counted from 0) lost the others, of which one has ended or no longer answers: --resume "
+                f"process {index} of {count} (counted from 0) lost the others, of which one has ended or no longer "
+                "answers: --resume "
                 f"continues from the last checkpoint ({reason})"
             ) from error
         raise
@@ -96,10 +103,11 @@ def named_loss(index: int, count: int) -> Iterator[None]:
 
 @functools.cache
 def watch(index: int, count: int, seconds: float) -> None:
-    """Ends this process with a one-line reason when another one has not answered for that time: stopped, killed, or its machine lost.
+    """Ends this process with a one-line reason when another one has not answered for that time: stopped,
+    killed, or its machine lost.
 
-    Each of the ``count`` processes writes a heartbeat to the launcher's store. Without this, the remaining ones wait for the others in the
-    middle of a step. Called again, it does nothing.
+    Each of the ``count`` processes writes a heartbeat to the launcher's store. Without this, the remaining
+    ones wait for the others in the middle of a step. Called again, it does nothing.
 
     Args:
         index, count: of this process, and how many there are.
@@ -148,7 +156,8 @@ class _Watch:
                     store.set(f"left-{self.index}", "")
                     return
         except RuntimeError as error:
-            # The store is gone: the launcher has ended, which ends this process as well, or the first process has finished.
+            # The store is gone: the launcher has ended, which ends this process as well, or the first process
+            # has finished.
             logger.debug("the other processes are no longer watched: %s", error)
             self.left.set()
 
@@ -169,7 +178,8 @@ class _Watch:
     def _end(self, silent: list[int]) -> None:
         names = ", ".join(map(str, silent))
         logger.error(
-            "process %s of %d (counted from 0) has not answered for %g s (training.process_timeout): it was stopped, or its machine is gone. "
+            "process %s of %d (counted from 0) has not answered for %g s (training.process_timeout): it was stopped, "
+            "or its machine is gone. "
             "This process ends; --resume continues from the last checkpoint",
             names,
             self.count,

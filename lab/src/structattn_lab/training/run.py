@@ -36,7 +36,9 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 @dataclass
 class LoopState:
-    """The state of a run besides weights and moments; plain data in the checkpoint. The record of the run keeps some of it."""
+    """The state of a run besides weights and moments; plain data in the checkpoint. The record of the run
+    keeps some of it.
+    """
 
     step: int = 0
     history: list[dict[str, float]] = dataclasses.field(default_factory=list)
@@ -59,8 +61,8 @@ class LoopState:
 class TrainingRun:
     """The model and the optimiser of a run, over all processes, and their checkpoints.
 
-    The model is whole in every process, with gradients averaged (DDP), or sharded where the launcher asks for FSDP. Checkpoints
-    hold whole tensors either way.
+    The model is whole in every process, with gradients averaged (DDP), or sharded where the launcher asks for
+    FSDP. Checkpoints hold whole tensors either way.
     """
 
     def __init__(self, task: Task, spec: str, config: TrainingConfig, seed: int, run_dir: Path) -> None:
@@ -68,8 +70,8 @@ class TrainingRun:
         is_sharded = sharding.is_requested()
         processes.follow_launcher()
         timeout = InitProcessGroupKwargs(timeout=processes.group_timeout(config.process_timeout))
-        # accelerate would shard on GPUs only, and by the launcher's version of FSDP: so ``sharding`` does it instead.
-        # Without a GPU it joins the processes of a launcher only if it is told to stay on the CPU.
+        # accelerate would shard on GPUs only, and by the launcher's version of FSDP: so ``sharding`` does it
+        # instead. Without a GPU it joins the processes of a launcher only if it is told to stay on the CPU.
         with patch_environment(accelerate_use_fsdp="false"):
             self.accelerator = Accelerator(
                 mixed_precision=config.precision,
@@ -126,7 +128,9 @@ class TrainingRun:
         return head | settings_of(task=self.task.config, training=self.config)
 
     def write_config(self, preset: str = "") -> None:
-        """Writes ``config.yaml``; in a run that is resumed, where it is missing, or a setting has changed that may."""
+        """Writes ``config.yaml``; in a run that is resumed, where it is missing, or a setting has changed
+        that may.
+        """
         if self.accelerator.is_main_process:
             write_config(self.run_dir, "train", self._settings(**({"preset": preset} if preset else {})))
 
@@ -143,21 +147,27 @@ class TrainingRun:
         return Curves(self.accelerator, self.config.tracker, run)
 
     def loss(self, batch: Batch) -> Tensor:
-        """The loss of the part of a batch that this process has; the gradients of all processes have the mean that the run follows."""
+        """The loss of the part of a batch that this process has; the gradients of all processes have the mean
+        that the run follows.
+        """
         task, context = self.task, self.division.context
         if context is None:
             return task.loss(self.trained, batch, self.state.step)
         return task.loss_of_shard(self.trained, batch, self.state.step, context) * self.division.loss_factor
 
     def evaluate(self, split: Split) -> dict[str, float]:
-        """The scores of the model, the same in every process; all call it together. Where processes divide sequences, they do it here too."""
+        """The scores of the model, the same in every process; all call it together. Where processes divide
+        sequences, they do it here too.
+        """
         context = self.division.context
         if context is None:
             return self.task.evaluate(self.model, split)
         return self.task.evaluate_shard(self.model, split, context)
 
     def _unwrapped(self, model: nn.Module) -> nn.Module:
-        """The model with the names of its own parameters, also where a launcher asked for torch.compile (``--dynamo_backend``)."""
+        """The model with the names of its own parameters, also where a launcher asked for torch.compile
+        (``--dynamo_backend``).
+        """
         unwrapped: nn.Module = self.accelerator.unwrap_model(model, keep_torch_compile=False)
         return unwrapped
 
@@ -200,8 +210,8 @@ class TrainingRun:
         return TrainingDivergedError(f"{self.spec}: {what} at step {step}; {advice}. {where}")
 
     def read_result(self) -> Progress | None:
-        """Loads the weights of a finished run of the same settings, without changing files; returns its progress. ``None`` if there is
-        none, or only a checkpoint.
+        """Loads the weights of a finished run of the same settings, without changing files; returns its
+        progress. ``None`` if there is none, or only a checkpoint.
 
         Raises:
             CheckpointError: the run is of other settings, or is damaged and has no checkpoint.
@@ -263,7 +273,9 @@ class TrainingRun:
         self.write_result()
 
     def write_result(self) -> None:
-        """Loads the best weights, if early stopping kept them, and writes the model and its record: after this no file of the run changes."""
+        """Loads the best weights, if early stopping kept them, and writes the model and its record: after
+        this no file of the run changes.
+        """
         if self.best:
             self.load(self.best)
         main = self.accelerator.is_main_process

@@ -1,4 +1,5 @@
-"""Fully sharded data parallelism (FSDP2): every process holds a shard of the weights and moments; files hold them whole.
+"""Fully sharded data parallelism (FSDP2): every process holds a shard of the weights and moments; files hold
+them whole.
 
 Sharding is chosen at launch and is not a setting of the run, so that a run may be resumed with or without it.
 """
@@ -27,7 +28,8 @@ def _flag(name: str) -> bool:
 
 
 def is_requested() -> bool:
-    """Whether the launcher asks for FSDP: ``accelerate launch --use_fsdp``, or ``ACCELERATE_USE_FSDP=true`` before any other.
+    """Whether the launcher asks for FSDP: ``accelerate launch --use_fsdp``, or ``ACCELERATE_USE_FSDP=true``
+    before any other.
 
     Raises:
         ConfigError: it asks for an option of FSDP that is not supported here.
@@ -41,9 +43,11 @@ def is_requested() -> bool:
 
 
 def reshards_after_forward() -> bool:
-    """Whether a block frees the gathered weights after its forward pass, and gathers them again for the backward pass.
+    """Whether a block frees the gathered weights after its forward pass, and gathers them again for the
+    backward pass.
 
-    The launcher sets ``FSDP_RESHARD_AFTER_FORWARD``, as a truth value or as a strategy of FSDP1. Default: yes.
+    The launcher sets ``FSDP_RESHARD_AFTER_FORWARD``, as a truth value or as a strategy of FSDP1. Default:
+    yes.
     """
     word = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower()
     return word not in ("false", "0", "no", "shard_grad_op", "no_shard")
@@ -52,8 +56,9 @@ def reshards_after_forward() -> bool:
 def shard(model: nn.Module, device: torch.device) -> nn.Module:
     """Shards a model over all processes, in place: each ``TransformerBlock`` separately, then the rest.
 
-    The processes must have the same weights. A block gathers its weights before its forward and backward pass, in their own precision:
-    losses are those of one process up to rounding. Build the optimiser afterwards: it then holds only the shard of this process.
+    The processes must have the same weights. A block gathers its weights before its forward and backward
+    pass, in their own precision: losses are those of one process up to rounding. Build the optimiser
+    afterwards: it then holds only the shard of this process.
 
     Args:
         model: on any device; not yet wrapped.
@@ -99,7 +104,9 @@ def whole(tensors: dict[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
 
 
 def divided_like(tensor: Tensor, model: Tensor) -> Tensor:
-    """A tensor placed like another of its shape: on its device, and sharded if that one is. Every process has it whole and keeps its shard."""
+    """A tensor placed like another of its shape: on its device, and sharded if that one is. Every process has
+    it whole and keeps its shard.
+    """
     if isinstance(tensor, DTensor):
         return tensor
     value = tensor.to(model.device)

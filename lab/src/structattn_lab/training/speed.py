@@ -1,4 +1,6 @@
-"""The speed of a run: tokens per second, and model FLOPs utilisation (MFU) relative to measured matrix products."""
+"""The speed of a run: tokens per second, and model FLOPs utilisation (MFU) relative to measured matrix
+products.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,11 @@ def wait_for_device(device: torch.device) -> None:
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of square matrix products on this device, measured: the best of several sizes, with the threads that torch uses now.
+    """FLOP/s of square matrix products on this device, measured: the best of several sizes, with the threads
+    that torch uses now.
 
-    The upper bound of a training step of only large products; measured, not from a datasheet. Measured once for each
-    device, dtype and number of threads of a process: about a tenth of a second to half a second.
+    The upper bound of a training step of only large products; measured, not from a datasheet. Measured once
+    for each device, dtype and number of threads of a process: about a tenth of a second to half a second.
     """
     return _measured_rate(device, dtype, torch.get_num_threads())
 
@@ -54,8 +57,8 @@ class SpeedMeter:
 
     Args:
         peak: FLOP/s of all processes together, see ``matmul_rate``.
-        passes: FLOPs of a training step that the hardware does, over those of its forward passes: 3 (the backward pass counts twice),
-            4 where activations are computed again.
+        passes: FLOPs of a training step that the hardware does, over those of its forward passes: 3 (the
+            backward pass counts twice), 4 where activations are computed again.
         clock: seconds. Default: ``time.perf_counter``.
 
     Source: Chowdhery et al. 2022 (PaLM), appendix B, for MFU and HFU.
@@ -85,8 +88,10 @@ class SpeedMeter:
             self._started = None
 
     def read(self) -> dict[str, float]:
-        """The counts since the last reading; call ``stop`` first: ``seconds``, ``tokens_per_second``, ``mfu`` = 3 x
-        forward FLOPs / (seconds x peak), and ``hfu``, the same with all FLOPs that the hardware did. All 0 without steps."""
+        """The counts since the last reading; call ``stop`` first: ``seconds``, ``tokens_per_second``, ``mfu``
+        = 3 x forward FLOPs / (seconds x peak), and ``hfu``, the same with all FLOPs that the hardware did.
+        All 0 without steps.
+        """
         seconds = self._seconds
         tokens, flops = (self._tokens / seconds, self._flops / seconds / self.peak) if seconds > 0 else (0.0, 0.0)
         self._tokens, self._flops, self._seconds = 0, 0, 0.0

@@ -1,4 +1,6 @@
-"""One optimiser step: the learning rate, this process's share of the batch, gradients in as many passes as fit."""
+"""One optimiser step: the learning rate, this process's share of the batch, gradients in as many passes as
+fit.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def _own_share(run: TrainingRun, batch: Batch) -> Batch:
 
 
 def _backward(run: TrainingRun, batch: Batch) -> Tensor:
-    """Gradients of the mean loss over this process's share of a batch, in as many passes as fit; returns that loss."""
+    """Gradients of the mean loss over this process's share of a batch, in as many passes as fit; returns that
+    loss.
+    """
     count = len(next(iter(batch.values())))
     size = run.config.micro_batch_size or count
     losses = []

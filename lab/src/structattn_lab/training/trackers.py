@@ -33,7 +33,8 @@ class TrackedRun:
     settings: dict[str, Any]
 
 
-# The arguments of trackers besides the project: where they write, and how they name the run. The others have their own defaults.
+# The arguments of trackers besides the project: where they write, and how they name the run. The others have
+# their own defaults.
 _OPTIONS: dict[str, Callable[[TrackedRun], dict[str, Any]]] = {
     "wandb": lambda run: {"dir": str(run.folder), "name": run.name},
     "mlflow": lambda run: {"run_name": run.name},
@@ -46,8 +47,8 @@ _OPTIONS: dict[str, Callable[[TrackedRun], dict[str, Any]]] = {
 class Curves:
     """The curves of a run.
 
-    A tracker begins here, before training, but TensorBoard with its first point, so that a run that fails earlier leaves no files. One that fails
-    later says so once, and the training goes on without it.
+    A tracker begins here, before training, but TensorBoard with its first point, so that a run that fails
+    earlier leaves no files. One that fails later says so once, and the training goes on without it.
 
     Args:
         accelerator: of the run, with its tracker.
@@ -80,14 +81,16 @@ class Curves:
         run, project, settings = self._run, self._run.project, self._run.settings
         options = _OPTIONS[self._tracker](run) if self._tracker in _OPTIONS else {}
         if self._tracker == TENSORBOARD:
-            # Its project is a folder of the run. Earlier points from this step on, of a killed session, are hidden.
+            # Its project is a folder of the run. Earlier points from this step on, of a killed session, are
+            # hidden.
             project, settings, options = TENSORBOARD, {}, {"purge_step": run.step}
         try:
             self._accelerator.init_trackers(project, settings or None, init_kwargs={self._tracker: options})
         except Exception as error:
             self._accelerator.trackers.clear()
             raise ConfigError(
-                f"training.tracker={self._tracker} cannot begin: {in_words(error)}; correct its own settings, or choose another or {NONE}"
+                f"training.tracker={self._tracker} cannot begin: {in_words(error)}; correct its own settings, or "
+                f"choose another or {NONE}"
             ) from error
 
     def close(self) -> None:

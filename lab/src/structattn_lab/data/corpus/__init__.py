@@ -1,4 +1,6 @@
-"""Text for language models: documents from files or data sets, made into token shards that training maps into memory."""
+"""Text for language models: documents from files or data sets, made into token shards that training maps into
+memory.
+"""
 
 from structattn_lab.data.corpus.corpus import Corpus, Tokens, Windows
 from structattn_lab.data.corpus.documents import Document, Source

@@ -35,7 +35,8 @@ class Windows:
 
     Attributes:
         tokens: (N, length) int64.
-        documents: (N, length) int64, the number of the document that each token is of; equal numbers, one document.
+        documents: (N, length) int64, the number of the document that each token is of; equal numbers, one
+            document.
     """
 
     tokens: Tensor
@@ -110,7 +111,8 @@ class Corpus:
         try:
             if self.manifest.get("format") != FORMAT:
                 raise DataError(
-                    f"{folder}: expected a corpus of format {FORMAT}, got {self.manifest.get('format')!r}. Prepare it anew, or "
+                    f"{folder}: expected a corpus of format {FORMAT}, got {self.manifest.get('format')!r}. Prepare it "
+                    "anew, or "
                     "update structattn"
                 )
             self.tokenizer: Tokenizer = tokenizer_from(self.manifest["tokenizer"])
@@ -128,7 +130,9 @@ class Corpus:
 
     @property
     def sha256(self) -> str:
-        """A hash of the tokenizer and the hashes of all files: equal for equal tokens, regardless of where they were made."""
+        """A hash of the tokenizer and the hashes of all files: equal for equal tokens, regardless of where
+        they were made.
+        """
         content = {name: self.manifest[name] for name in ("tokenizer", "dtype", "splits")}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -169,9 +173,11 @@ class Corpus:
         return "\n".join(lines)
 
     def verify(self) -> None:
-        """Reads every file and compares its hash with the manifest; raises ``DataError`` with the first that differs.
+        """Reads every file and compares its hash with the manifest; raises ``DataError`` with the first that
+        differs.
 
-        Cost: reading all files once in a process, about 1 GB/s where they are in memory; those that have not changed since are not read again.
+        Cost: reading all files once in a process, about 1 GB/s where they are in memory; those that have not
+            changed since are not read again.
         """
         for split in self.manifest["splits"].values():
             for shard in split["shards"]:

@@ -37,15 +37,16 @@ class Source:
     """Where documents come from.
 
     Args:
-        path: a text file; a file of JSON lines (``.jsonl``) or Parquet; a folder, all of whose such files are read in the order of their paths,
-            without hidden ones; each also compressed with gzip; or else the name of a data set for the library ``datasets``, which is
-            streamed.
-        document_start: in text files a line that begins with this begins a document. Default: a file is a document.
+        path: a text file; a file of JSON lines (``.jsonl``) or Parquet; a folder, all of whose such files are
+            read in the order of their paths, without hidden ones; each also compressed with gzip; or else the
+            name of a data set for the library ``datasets``, which is streamed.
+        document_start: in text files a line that begins with this begins a document. Default: a file is a
+            document.
         text_column: of JSON lines, Parquet and data sets, the field with the text.
         dataset_split: of a data set.
         max_documents: the number of leading documents to read. Default ``None``: all.
-        longest_document: a longer text is cut into documents of at most that many characters, after the end of a line where there is one.
-            Default ``None``: none is cut.
+        longest_document: a longer text is cut into documents of at most that many characters, after the end
+            of a line where there is one. Default ``None``: none is cut.
     """
 
     path: str
@@ -88,7 +89,8 @@ class Source:
         return None
 
     def documents(self, skip: int = 0) -> Iterator[Document]:
-        """The documents that are not empty, in a fixed order, from number ``skip`` on; one at a time is in memory.
+        """The documents that are not empty, in a fixed order, from number ``skip`` on; one at a time is in
+        memory.
 
         Raises:
             DataError: a file has another format, or lacks the field.
@@ -117,7 +119,9 @@ class Source:
 
 
 def _texts_in(root: Path) -> Iterator[str]:
-    """The text files below a folder in the order of their paths, without hidden ones; links to folders are not followed."""
+    """The text files below a folder in the order of their paths, without hidden ones; links to folders are
+    not followed.
+    """
     left = [(str(root), True)]  # paths, and whether each is a folder; the next one is the last
     while left:
         path, is_folder = left.pop()
@@ -200,7 +204,8 @@ def _field(record: Any, column: str, where: str) -> str:
     if not isinstance(record, dict) or column not in record:
         has = (", ".join(map(str, record)) or "no field") if isinstance(record, dict) else "a record without fields"
         raise DataError(
-            f"{where}: expected a text in the field {column!r}, got {has}. Name another with `structattn data prepare text --text-column`"
+            f"{where}: expected a text in the field {column!r}, got {has}. Name another with `structattn data prepare "
+            "text --text-column`"
         )
     value = record[column]
     if not isinstance(value, str):
@@ -214,7 +219,8 @@ def _datasets(source: Source) -> Any:
         import datasets
     except ImportError as error:
         raise MissingDependencyError(
-            f"{source.path} is not a file, and data sets need datasets, which is not installed; {install_command('data')}"
+            f"{source.path} is not a file, and data sets need datasets, which is not installed; "
+            f"{install_command('data')}"
         ) from error
     return datasets
 

@@ -47,14 +47,16 @@ class PrepareConfig:
 
     Args:
         source: where the documents are from.
-        tokens: ``"chars"``, the 96 of the paper; ``"bytes"`` of UTF-8; ``"bpe"``, byte pairs learned from the training documents; or ``"model"``,
-            those of a trained model.
+        tokens: ``"chars"``, the 96 of the paper; ``"bytes"`` of UTF-8; ``"bpe"``, byte pairs learned from the
+            training documents; or ``"model"``, those of a trained model.
         model: of ``tokens="model"``: its folder, or its name on the hub.
         vocab_size: of the byte pairs.
-        bpe_characters: the number of leading characters of the training documents from which byte pairs are learned.
+        bpe_characters: the number of leading characters of the training documents from which byte pairs are
+            learned.
         unknown: what happens to a character that is not one of the 96: ``"error"`` or ``"drop"``.
-        validation, test: shares of the documents that are held out for validation and test. The choice is a function of their text, so that
-            equal documents are in one split, however often they occur and independent of other documents.
+        validation, test: shares of the documents that are held out for validation and test. The choice is a
+            function of their text, so that equal documents are in one split, however often they occur and
+            independent of other documents.
         shard_tokens: approximate tokens of a file; the same number of each split is in memory.
 
     Raises:
@@ -81,7 +83,8 @@ class PrepareConfig:
             check_number(name, getattr(self, name), above=0, below=1)
         if self.validation + self.test >= 1:
             raise ConfigError(
-                f"validation and test are positive shares that sum to less than 1, got {self.validation} and {self.test}"
+                f"validation and test are positive shares that sum to less than 1, got {self.validation} and "
+                f"{self.test}"
             )
         for name in ("bpe_characters", "shard_tokens"):
             check_int(name, getattr(self, name), minimum=1)
@@ -106,14 +109,16 @@ def prepare(
     show_progress: bool = True,
     on_open: Callable[[Path], None] | None = None,
 ) -> dict[str, Any]:
-    """Writes a corpus: token shards ``SPLIT-NNNNN.tokens``, files with the lengths of documents, and ``manifest.json`` at the end.
+    """Writes a corpus: token shards ``SPLIT-NNNNN.tokens``, files with the lengths of documents, and
+    ``manifest.json`` at the end.
 
     The same documents and settings give the same files, also after an interruption.
 
     Args:
         config: settings.
         out: the folder, made when missing.
-        resume: continue an unfinished corpus there; a finished one of the same settings is returned at once, also where its source is gone.
+        resume: continue an unfinished corpus there; a finished one of the same settings is returned at once,
+            also where its source is gone.
         show_progress: a progress bar on stderr.
         on_open: called with the folder before anything is read, unless it holds the finished corpus.
 
@@ -121,7 +126,8 @@ def prepare(
         The manifest.
 
     Raises:
-        ConfigError: the folder cannot be written, is not empty and ``resume`` is off, or was begun with other settings or other files.
+        ConfigError: the folder cannot be written, is not empty and ``resume`` is off, or was begun with other
+            settings or other files.
         DataError: a document cannot be read or encoded; a split has no documents.
         CheckpointError: a file cannot be written, such as on a full disk: free some space and resume.
 
@@ -174,7 +180,9 @@ def _prepared(
 
 
 def _recorded_settings(out: Path) -> dict[str, Any] | None:
-    """The settings of a corpus that was begun without an owner file, as far as they can be read; ``None`` if there is none."""
+    """The settings of a corpus that was begun without an owner file, as far as they can be read; ``None`` if
+    there is none.
+    """
     if not all(_OWN.fullmatch(path.name) for path in out.iterdir() if path.name not in OF_EVERY_FOLDER):
         return None
     try:
@@ -215,7 +223,9 @@ def _discard(out: Path) -> None:
 
 
 def _fingerprint(source: Source) -> tuple[str | None, int | None]:
-    """A hash of the names and sizes of the files of a source, ``None`` for a data set; and their bytes, ``None`` where some are compressed."""
+    """A hash of the names and sizes of the files of a source, ``None`` for a data set; and their bytes,
+    ``None`` where some are compressed.
+    """
     files = source.files()
     if files is None:
         return None, None
@@ -281,6 +291,7 @@ def _check_splits(manifest: dict[str, Any], config: PrepareConfig) -> None:
             if few is not None and few < count:
                 same = f", but only {few} different, and equal ones are in one split"
             raise DataError(
-                f"{config.source.path}: expected documents for each split, got {count}{same}, and none for {name}. Give more "
+                f"{config.source.path}: expected documents for each split, got {count}{same}, and none for {name}. "
+                "Give more "
                 "documents (--document-start and --longest-document cut a text into several), or larger shares"
             )

@@ -1,4 +1,6 @@
-"""Writes the shards of a corpus: tokens and lengths of documents in files of a bounded size, and the record from which a later call continues."""
+"""Writes the shards of a corpus: tokens and lengths of documents in files of a bounded size, and the record
+from which a later call continues.
+"""
 
 from __future__ import annotations
 

@@ -37,7 +37,9 @@ class Tokenizer(Protocol):
         """The name of a token: ``"char"``, ``"byte"`` or ``"token"``."""
 
     def encode(self, text: str, source: str = "the text") -> Ids:
-        """Token ids of a text, in the smallest type that holds them; raises ``DataError`` with the position of a character without one."""
+        """Token ids of a text, in the smallest type that holds them; raises ``DataError`` with the position
+        of a character without one.
+        """
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of token ids; invalid UTF-8 becomes the replacement character."""
@@ -87,8 +89,10 @@ def _unknown_character(text: str, source: str) -> str:
     line, column = text.count("\n", 0, first) + 1, first - text.rfind("\n", 0, first)
     more = f" (and {len(unknown) - 1} other such characters after it)" if len(unknown) > 1 else ""
     return (
-        f"{source}: expected newlines and printable ASCII, got {text[first]!r} (U+{ord(text[first]):04X}) in line {line}, column "
-        f"{column}{more}. Replace or remove it, or make a corpus with `structattn data prepare text`, whose --tokens bytes takes any text "
+        f"{source}: expected newlines and printable ASCII, got {text[first]!r} (U+{ord(text[first]):04X}) in line "
+        f"{line}, column "
+        f"{column}{more}. Replace or remove it, or make a corpus with `structattn data prepare text`, whose --tokens "
+        "bytes takes any text "
         "and whose --unknown drop leaves such characters out"
     )
 
@@ -119,7 +123,8 @@ class Bytes:
 
 
 class BytePairs:
-    """Byte pairs that were merged by frequency (Sennrich et al. 2016), over the bytes of UTF-8, by the library ``tokenizers``.
+    """Byte pairs that were merged by frequency (Sennrich et al. 2016), over the bytes of UTF-8, by the
+    library ``tokenizers``.
 
     Args:
         definition: the JSON of a ``tokenizers.Tokenizer``.
@@ -145,7 +150,8 @@ class BytePairs:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> BytePairs:
-        """Learns merges from texts, read once, until there are ``vocab_size`` tokens (fewer where the texts have no more pairs).
+        """Learns merges from texts, read once, until there are ``vocab_size`` tokens (fewer where the texts
+        have no more pairs).
 
         Raises:
             ConfigError: a vocabulary of fewer than 256, the bytes.
@@ -181,7 +187,8 @@ class BytePairs:
 
 
 class ModelTokens(BytePairs):
-    """The tokenizer of a model of transformers, of any kind that ``tokenizers`` knows, without its special tokens.
+    """The tokenizer of a model of transformers, of any kind that ``tokenizers`` knows, without its special
+    tokens.
 
     Args:
         definition: the text of ``tokenizer.json``.
@@ -201,7 +208,8 @@ class ModelTokens(BytePairs):
         found = model_tokenizer(model)
         if not found.is_fast:
             raise DataError(
-                f"{model}: expected a tokenizer with a tokenizer.json, got a {type(found).__name__} without: save it as a fast one"
+                f"{model}: expected a tokenizer with a tokenizer.json, got a {type(found).__name__} without: save it "
+                "as a fast one"
             )
         return cls(found.backend_tokenizer.to_str())
 
@@ -219,7 +227,8 @@ def model_tokenizer(model: str) -> Any:
     Raises:
         MissingDependencyError: transformers is not installed.
         ConfigError: there is no such model.
-        DataError: it has none. For a folder without its files some classes of transformers make one that knows special tokens only.
+        DataError: it has none. For a folder without its files some classes of transformers make one that
+            knows special tokens only.
     """
     source = check_source(model)
     try:

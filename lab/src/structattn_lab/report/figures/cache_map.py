@@ -87,7 +87,9 @@ def _half_interval(row: Row, metric: str) -> float:
 
 
 def _draw_frontier(ax: Any, points: Sequence[tuple[float, float]], *, lower_is_better: bool) -> bool:
-    """A step line through the points that no cheaper or equally cheap one beats; says whether there are two or more to join."""
+    """A step line through the points that no cheaper or equally cheap one beats; says whether there are two
+    or more to join.
+    """
     sign = 1 if lower_is_better else -1
     best: list[tuple[float, float]] = []
     for cost, value in sorted(points, key=lambda point: (point[0], sign * point[1])):

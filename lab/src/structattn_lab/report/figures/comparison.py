@@ -26,14 +26,18 @@ from structattn_lab.report.task_report import TaskReport
 
 
 def draw(record: ComparisonRecord, folder: Path, task: TaskReport) -> list[Figure]:
-    """Draws the scores, the figures of the task, and the learning curves; a figure without any data is left out."""
+    """Draws the scores, the figures of the task, and the learning curves; a figure without any data is left
+    out.
+    """
     scores = functools.partial(draw_scores, baselines_title=task.baselines_title)
     curves = functools.partial(draw_curves, key="step", label="training step")
     return write_figures(record, {"scores": scores, **task.figures, "learning-curves": curves}, folder)
 
 
 def draw_scores(record: ComparisonRecord, baselines_title: str = TaskReport.baselines_title) -> Drawing | None:
-    """The score of every seed and their mean, a row for each attention variant; dashed lines are the baselines."""
+    """The score of every seed and their mean, a row for each attention variant; dashed lines are the
+    baselines.
+    """
     rows = list(reversed(ranked_rows(record)))
     if not rows:
         return None
@@ -56,7 +60,8 @@ def draw_scores(record: ComparisonRecord, baselines_title: str = TaskReport.base
     ax.set_xlim(ax.get_xlim())
     at = [float((ax.transScale + ax.transLimits).transform((value, 0.0))[0]) for value, _ in lines]
     tops = spread(at, 0.09)
-    # All in one direction, since two that lean towards each other would cross; to the left where the last has no room at its right.
+    # All in one direction, since two that lean towards each other would cross; to the left where the last has
+    # no room at its right.
     rotation, side = (30, "left") if max(tops, default=0.0) < 0.7 else (-30, "right")
     for (value, name), top in zip(lines, tops, strict=True):
         ax.annotate(

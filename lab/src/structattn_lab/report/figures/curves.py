@@ -19,7 +19,8 @@ def draw_curves(
     levels: Sequence[tuple[float, str]] = (),
     baselines_title: str = TaskReport.baselines_title,
 ) -> Drawing | None:
-    """Validation error during training against ``key`` of the histories, one line per row, with the spread over seeds.
+    """Validation error during training against ``key`` of the histories, one line per row, with the spread
+    over seeds.
 
     Args:
         record: what ``results.json`` holds.

@@ -17,7 +17,9 @@ def axis_labels(record: ComparisonRecord) -> dict[str, str]:
 
 
 def examples_figure(record: ComparisonRecord) -> Drawing | None:
-    """Forecasts of the best row and of standard attention against the truth, with the intervals of the best."""
+    """Forecasts of the best row and of standard attention against the truth, with the intervals of the
+    best.
+    """
     labels_of = axis_labels(record)
     ranked, standard = ranked_rows(record), standard_row(record)
     shown = [row for row in ranked[:1] if row.details.get("examples")]
@@ -55,7 +57,8 @@ def examples_figure(record: ComparisonRecord) -> Drawing | None:
     if "interval" in details:
         caption += (
             f" Shaded: intervals of {shown[0].spec}, as wide as its errors on validation windows, made to hold "
-            f"{100 * details['interval']:.0f} % of the truth; of all test values they hold {100 * details['coverage']:.0f} %."
+            f"{100 * details['interval']:.0f} % of the truth; of all test values they hold "
+            f"{100 * details['coverage']:.0f} %."
         )
     if "shaded" in details:
         caption += f" Shaded: {details['shaded']}."

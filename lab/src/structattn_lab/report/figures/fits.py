@@ -53,8 +53,10 @@ def _drawing(record: FitsRecord) -> Drawing:
     label_left(panels, "relative error")
     shared_legend(figure, panels, below=True)
     caption = (
-        "Relative Frobenius error of the nearest matrix found, against its parameters as a share of a dense matrix's. Low rank, "
-        "BTT and Kronecker are optimal; the others are the best that descent found. Points on the lowest line have errors "
+        "Relative Frobenius error of the nearest matrix found, against its parameters as a share of a dense matrix's. "
+        "Low rank, "
+        "BTT and Kronecker are optimal; the others are the best that descent found. Points on the lowest line have "
+        "errors "
         f"below {_FLOOR:g}."
     )
     names_shown = ", ".join(matrix.name for matrix in matrices)

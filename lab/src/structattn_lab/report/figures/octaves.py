@@ -27,7 +27,9 @@ def attention_by_distance(record: ComparisonRecord) -> Drawing | None:
 
 
 def octave_panels(record: ComparisonRecord, key: str, xlabel: str, ylabel: str) -> Any:
-    """A line for each attention variant of a list by octaves under ``details[key]``, a panel for each setting; ``None`` without such lists."""
+    """A line for each attention variant of a list by octaves under ``details[key]``, a panel for each
+    setting; ``None`` without such lists.
+    """
     rows = [row for row in record.rows if row.details.get(key)]
     if not rows:
         return None
@@ -52,7 +54,9 @@ def octave_panels(record: ComparisonRecord, key: str, xlabel: str, ylabel: str) 
 
 
 def _line(row: Row, key: str) -> tuple[list[float], list[float]]:
-    """Where the octaves begin, and the values there; of attention by distance the mean over the layers, with the token itself first."""
+    """Where the octaves begin, and the values there; of attention by distance the mean over the layers, with
+    the token itself first.
+    """
     positions = [float(first) for first, _ in row.details["octaves"]]
     values = row.details[key]
     if key == "attention_by_distance":

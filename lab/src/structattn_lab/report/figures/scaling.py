@@ -1,4 +1,6 @@
-"""Figures of scaling laws: loss against compute, IsoFLOP curves, compute saved, and those of the task at the largest budget."""
+"""Figures of scaling laws: loss against compute, IsoFLOP curves, compute saved, and those of the task at the
+largest budget.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ def _budgets(record: ComparisonRecord) -> list[float]:
 
 
 def _columns(members: int) -> int:
-    """Columns of panels that belong together in groups of equal size: a group is a row where it fits in one."""
+    """Columns of panels that belong together in groups of equal size: a group is a row where it fits in
+    one.
+    """
     return members if 1 < members <= MOST_COLUMNS else 3
 
 
@@ -103,7 +107,10 @@ def _frontiers(record: ComparisonRecord) -> Drawing | None:
     found = {
         setting or "": [(s.spec, s.frontier) for s in series_of(record, setting)] for setting in settings_of(record)
     }
-    caption = f"Loss against training compute at the best width of every budget ({_seeds(record)}); lines are fitted power laws."
+    caption = (
+        f"Loss against training compute at the best width of every budget ({_seeds(record)}); lines are fitted power "
+        "laws."
+    )
     return _draw_laws(record, found, 3.4), caption, "Loss against compute, a line for each attention variant."
 
 
@@ -188,7 +195,10 @@ def _saved(record: ComparisonRecord) -> Drawing | None:
     mark_axis(ax.xaxis, [v for v in (coarse if high / low > 4 else fine) if low <= v <= high])
     # Beside long names the axes are narrower than their label.
     ax.set_xlabel(f"compute for the loss of {laws(record).baseline}, as a share (lower is better)", loc="right")
-    caption = "Compute that each attention variant needs for the baseline's losses, with 95 % intervals; left of the dashed line is less."
+    caption = (
+        "Compute that each attention variant needs for the baseline's losses, with 95 % intervals; left of the dashed "
+        "line is less."
+    )
     return figure, caption, "Compute ratios with intervals."
 
 

@@ -50,7 +50,9 @@ def _of_choice(
 
 
 def _axis(settings: list[str]) -> tuple[str, list[float], bool]:
-    """The name of the axis, the place of every setting, and whether the places are numbers, as where all are ``NAME=NUMBER``."""
+    """The name of the axis, the place of every setting, and whether the places are numbers, as where all are
+    ``NAME=NUMBER``.
+    """
     try:
         names, texts = zip(*map(assignment, settings), strict=True)
         values = [plain_number(text, float) for text in texts]

@@ -1,4 +1,6 @@
-"""Figures of a sweep: parallel coordinates, score against each parameter, validation scores as trials go on."""
+"""Figures of a sweep: parallel coordinates, score against each parameter, validation scores as trials go
+on.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def _scores(record: SweepRecord, states: tuple[str, ...]) -> list[float]:
 
 
 def _ceiling(record: SweepRecord) -> tuple[float, str]:
-    """The largest score to show, and words about larger ones: a trial about to diverge would leave no room for the others."""
+    """The largest score to show, and words about larger ones: a trial about to diverge would leave no room
+    for the others.
+    """
     scores = _scores(record, _SCORED)
     middle = statistics.median(scores)
     ceiling = max(score for score in scores if middle <= 0 or score <= _FAR * middle)
@@ -124,7 +128,8 @@ def _parallel(record: SweepRecord) -> Drawing:
     counted = {name: len(_trials(record, (name,))) for name in (*_SCORED, *_WITHOUT)}
     words = ", ".join(f"{n} {name}" for name, n in counted.items() if n)
     caption = (
-        f"One line per trial ({words}): its parameters, and its validation {record.metric}, low is better. Orange: the best. Dashed: "
+        f"One line per trial ({words}): its parameters, and its validation {record.metric}, low is better. Orange: the "
+        "best. Dashed: "
         "stopped early, with the score at that step. Dotted: diverged or failed, without a score." + above
     )
     return figure, caption, f"Parallel coordinates of the trials. {_best_words(record)}"
@@ -159,7 +164,8 @@ def _against_each(record: SweepRecord) -> Drawing:
         log_axis(panels[0], "y")
     shared_legend(figure, panels[:1], below=True)
     caption = (
-        f"Validation {record.metric} against each parameter. Stopped trials have the score of the step where they were stopped, "
+        f"Validation {record.metric} against each parameter. Stopped trials have the score of the step where they were "
+        "stopped, "
         "and would have gone on. Crosses on the upper edge have no score." + above
     )
     return figure, caption, f"Score against each parameter. {_best_words(record)}"

@@ -1,8 +1,8 @@
 """Synthetic series: draws of Gaussian processes whose kernels are random sums and products of simple ones.
 
-Source: the idea and the bank of kernels are of Ansari et al. 2024, "Chronos: Learning the Language of Time Series", section 4.2
-(KernelSynth), after the automatic statistician of Duvenaud et al. 2013. Ours divides time by the length of the series, draws periods from a
-list of usual ones, and is written in PyTorch.
+Source: the idea and the bank of kernels are of Ansari et al. 2024, "Chronos: Learning the Language of Time
+Series", section 4.2 (KernelSynth), after the automatic statistician of Duvenaud et al. 2013. Ours divides
+time by the length of the series, draws periods from a list of usual ones, and is written in PyTorch.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def kernel_bank(length: int) -> tuple[Kernel, ...]:
 
 
 def covariance(length: int, rng: torch.Generator) -> Tensor:
-    """A random kernel at T steps: one to five of the bank, joined by + or x at random, (T, T) float64, positive semidefinite."""
+    """A random kernel at T steps: one to five of the bank, joined by + or x at random, (T, T) float64,
+    positive semidefinite.
+    """
     bank = kernel_bank(length)
     times = torch.arange(length, dtype=torch.float64) / length
     lag = times[:, None] - times[None, :]

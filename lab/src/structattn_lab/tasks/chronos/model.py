@@ -24,7 +24,8 @@ class ChronosForecaster(nn.Module):
         num_inputs, num_outputs: tokens of the context and of the labels.
 
     Attributes:
-        model: the same; ``model.save_pretrained(folder)`` writes what ``ChronosPipeline.from_pretrained`` reads.
+        model: the same; ``model.save_pretrained(folder)`` writes what ``ChronosPipeline.from_pretrained``
+            reads.
     """
 
     def __init__(self, model: nn.Module, num_inputs: int, num_outputs: int) -> None:
@@ -34,7 +35,9 @@ class ChronosForecaster(nn.Module):
         without_copies(self)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Tensor:
-        """Logits, (B, outputs, tokens), of (B, inputs) tokens and their mask, and of (B, outputs) labels with ``-100`` for none."""
+        """Logits, (B, outputs, tokens), of (B, inputs) tokens and their mask, and of (B, outputs) labels with
+        ``-100`` for none.
+        """
         out = self.model(input_ids=input_ids, attention_mask=attention_mask, labels=labels, use_cache=False)
         return cast(Tensor, out.logits)
 

@@ -1,4 +1,6 @@
-"""The presets of Chronos: small models from scratch on a CPU. ``--data FOLDER`` fine-tunes a trained checkpoint instead."""
+"""The presets of Chronos: small models from scratch on a CPU. ``--data FOLDER`` fine-tunes a trained
+checkpoint instead.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ _SMALL = Recipe(
 
 _DEFAULT = Preset(
     _SMALL,
-    "a T5 of 0.3 million parameters from scratch, 24 hours ahead from 96, 400 steps, one seed; 3.5 minutes on 2 CPU cores (measured)",
+    "a T5 of 0.3 million parameters from scratch, 24 hours ahead from 96, 400 steps, one seed; 3.5 minutes on 2 CPU "
+    "cores (measured)",
 )
 
 PRESETS = {
@@ -38,6 +41,7 @@ PRESETS = {
             task=ChronosConfig(num_synthetic=32, eval_windows=16, forecasts=4, num_samples=4),
             training=replace(_SMALL.training, steps=20, warmup_steps=2, eval_every=10),
         ),
-        "a T5 of 0.3 million parameters from scratch, 24 hours ahead from 96, 20 steps: tests that training runs, too short to compare",
+        "a T5 of 0.3 million parameters from scratch, 24 hours ahead from 96, 20 steps: tests that training runs, too "
+        "short to compare",
     ),
 }

@@ -20,22 +20,26 @@ def forecast_scores(quantiles: Tensor, point: Tensor, truth: Tensor, context: Te
         quantiles: (n, horizon, 9), for ``QUANTILES``.
         point: (n, horizon).
         truth: y, (n, horizon).
-        context: x, (n, look-back), longer than a season. Where it does not change from season to season the window is left out of MASE.
+        context: x, (n, look-back), longer than a season. Where it does not change from season to season the
+            window is left out of MASE.
         season: steps.
 
     Returns:
-        ``mase`` and ``wql``; lower is better. A point forecast in place of all quantiles has a WQL of sum |y - point| / sum |y|.
+        ``mase`` and ``wql``; lower is better. A point forecast in place of all quantiles has a WQL of sum |y
+        - point| / sum |y|.
 
     Raises:
         ShapeError: the shapes do not fit.
 
-    Source: Hyndman and Koehler 2006 for MASE; the definition of both in Ansari et al. 2024, whose MASE divides by the errors of the whole
-    history and not only of the look-back.
+    Source: Hyndman and Koehler 2006 for MASE; the definition of both in Ansari et al. 2024, whose MASE
+    divides by the errors of the whole history and not only of the look-back.
     """
     if quantiles.shape != (*truth.shape, len(QUANTILES)) or point.shape != truth.shape or context.shape[1] <= season:
         raise ShapeError(
-            f"expected quantiles of shape (n, horizon, {len(QUANTILES)}), forecasts and truth of (n, horizon) and a look-back longer than "
-            f"{season}, got {tuple(quantiles.shape)}, {tuple(point.shape)}, {tuple(truth.shape)} and {tuple(context.shape)}"
+            f"expected quantiles of shape (n, horizon, {len(QUANTILES)}), forecasts and truth of (n, horizon) and a "
+            "look-back longer than "
+            f"{season}, got {tuple(quantiles.shape)}, {tuple(point.shape)}, {tuple(truth.shape)} and "
+            f"{tuple(context.shape)}"
         )
     truth, point, context = truth.double(), point.double(), context.double()
     scale = (context[:, season:] - context[:, :-season]).abs().mean(dim=1)
@@ -48,7 +52,8 @@ def forecast_scores(quantiles: Tensor, point: Tensor, truth: Tensor, context: Te
 
 
 def seasonal_forecast(context: Tensor, horizon: int, season: int) -> tuple[Tensor, Tensor]:
-    """The last season repeated, with the quantiles of the look-back's changes from season to season around it.
+    """The last season repeated, with the quantiles of the look-back's changes from season to season around
+    it.
 
     Args:
         context: (n, look-back), longer than a season.

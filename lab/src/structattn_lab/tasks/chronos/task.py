@@ -1,4 +1,6 @@
-"""Forecasting by language modelling: Chronos' tokens and T5, trained on synthetic and real series, scored on series never seen."""
+"""Forecasting by language modelling: Chronos' tokens and T5, trained on synthetic and real series, scored on
+series never seen.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,9 @@ class ChronosConfig:
     """The series and the model.
 
     Args:
-        checkpoint: folder of a trained Chronos T5 to restructure and fine-tune: ``config.json`` and ``model.safetensors``. Its sizes and
-            tokenizer take the place of those below. Made absolute. Empty: a new model.
+        checkpoint: folder of a trained Chronos T5 to restructure and fine-tune: ``config.json`` and
+            ``model.safetensors``. Its sizes and tokenizer take the place of those below. Made absolute.
+            Empty: a new model.
         context_length: most steps that a forecast looks back on.
         prediction_length: steps ahead.
         season: steps of the seasonal baseline, and of the errors that MASE divides by.
@@ -91,15 +94,19 @@ class ChronosConfig:
 
 @functools.cache
 def _etth1() -> tuple[TimeSeries, Tensor]:
-    """The oil temperature of the packaged ETTh1, and its load channels, (6, rows): read once for all tasks of a process."""
+    """The oil temperature of the packaged ETTh1, and its load channels, (6, rows): read once for all tasks of
+    a process.
+    """
     target, *loads = read_columns(None, "date", _COLUMNS)
     return target, torch.stack([torch.from_numpy(series.values).float() for series in loads])
 
 
 class ChronosTask(Task):
-    """Mean cross entropy of the tokens of the future, on synthetic series and on ETTh1's oil temperature, which no training step saw.
+    """Mean cross entropy of the tokens of the future, on synthetic series and on ETTh1's oil temperature,
+    which no training step saw.
 
-    Forecasts of the oil temperature are also sampled by the pipeline, and scored in its own units by MASE and the weighted quantile loss.
+    Forecasts of the oil temperature are also sampled by the pipeline, and scored in its own units by MASE and
+    the weighted quantile loss.
 
     Raises:
         MissingDependencyError: chronos-forecasting is not installed.
@@ -171,7 +178,9 @@ class ChronosTask(Task):
         }
 
     def build_model(self, spec: str) -> ChronosForecaster:
-        """A T5 with structured self-attention, in the encoder and in the decoder: a new one, or that of the checkpoint."""
+        """A T5 with structured self-attention, in the encoder and in the decoder: a new one, or that of the
+        checkpoint.
+        """
         is_meta = torch.get_default_device().type == "meta"  # a comparison looks whether a spec fits
         if self._start is None or is_meta:
             model = self._bridge.new_model(self.t5_config, spec)
@@ -217,7 +226,9 @@ class ChronosTask(Task):
         return own.num_inputs + own.num_outputs
 
     def _held_out(self, split: Split) -> dict[str, Tensor]:
-        """Windows whose tokens are scored: synthetic series that training never draws, and oil temperatures of the split's rows."""
+        """Windows whose tokens are scored: synthetic series that training never draws, and oil temperatures
+        of the split's rows.
+        """
         count = self.config.eval_windows
         return {"synthetic": kernel_synth(count, self._window, self.name, split), "ett": self._oil(split, count)}
 
@@ -234,8 +245,8 @@ class ChronosTask(Task):
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, split: Split) -> dict[str, float]:
-        """``nats_per_token``, the mean of ``nats_synthetic`` and ``nats_ett``; on the test split also ``mase`` and ``wql`` of forecasts of
-        the oil temperature."""
+        """``nats_per_token``, the mean of ``nats_synthetic`` and ``nats_ett``; on the test split also
+        ``mase`` and ``wql`` of forecasts of the oil temperature."""
         found = {}
         for name, series in self._held_out(split).items():
             batch = on_device_of(model, self._tokens(series))
@@ -259,7 +270,9 @@ class ChronosTask(Task):
 
     @torch.no_grad()
     def forecast(self, model: nn.Module, context: Tensor) -> tuple[Tensor, Tensor]:
-        """Quantiles (n, horizon, 9) and medians (n, horizon) of the pipeline's sample paths, the same at every call."""
+        """Quantiles (n, horizon, 9) and medians (n, horizon) of the pipeline's sample paths, the same at
+        every call.
+        """
         pipeline = cast(ChronosForecaster, model).pipeline()
         with seeded(derive_seed(self.name, "forecast"), next(model.parameters()).device):
             parts = [
@@ -283,7 +296,10 @@ class ChronosTask(Task):
             Baseline(
                 name=f"seasonal naive ({season} steps)",
                 metrics=forecast_scores(quantiles, point, truth, context, season),
-                note=f"repeats the last {season} values; quantiles from how much the look-back changed from season to season",
+                note=(
+                    f"repeats the last {season} values; quantiles from how much the look-back changed from season to "
+                    "season"
+                ),
             ),
             Baseline(
                 name="token frequencies",
@@ -308,7 +324,9 @@ class ChronosTask(Task):
         return {"value": "oil temperature (°C)", "step": "hours"}
 
     def details(self, model: nn.Module) -> dict[str, Any]:
-        """Three test forecasts in degrees: the median, and the interval from the lowest to the highest decile."""
+        """Three test forecasts in degrees: the median, and the interval from the lowest to the highest
+        decile.
+        """
         context, truth = self._test_windows()
         quantiles, median = self.forecast(model, context)
         count, low, high = len(context), quantiles[..., 0], quantiles[..., -1]

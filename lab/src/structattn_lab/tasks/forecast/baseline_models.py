@@ -1,4 +1,6 @@
-"""Baseline models: forecasters of neuralforecast as plain modules, trained by our loop and scored on the same windows."""
+"""Baseline models: forecasters of neuralforecast as plain modules, trained by our loop and scored on the same
+windows.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,8 @@ _MODELS = {
     "DLinear": _Known({"moving_avg_window": 25}),
     "NHITS": _Known({}),
     "PatchTST": _Known(
-        {"hidden_size": 16, "n_heads": 4, "linear_hidden_size": 128, "encoder_layers": 3, "dropout": 0.3, "fc_dropout": 0.3}
+        {"hidden_size": 16, "n_heads": 4, "linear_hidden_size": 128, "encoder_layers": 3}
+        | {"dropout": 0.3, "fc_dropout": 0.3}
     ),
     "iTransformer": _Known({"hidden_size": 256, "n_heads": 8, "e_layers": 2, "d_ff": 256}, mixes_channels=True),
 }  # fmt: skip
@@ -51,7 +54,8 @@ _MODELS = {
 
 @dataclass(frozen=True)
 class BaselineModelSpec:
-    """A baseline model in one line, such as ``peer:PatchTST`` or ``peer:NHITS,dropout_prob_theta=0.1,n_freq_downsample=[8,4,1]``.
+    """A baseline model in one line, such as ``peer:PatchTST`` or
+    ``peer:NHITS,dropout_prob_theta=0.1,n_freq_downsample=[8,4,1]``.
 
     Args:
         name: DLinear, NHITS, PatchTST or iTransformer.
@@ -110,7 +114,8 @@ class BaselineModel(nn.Module):
             models = import_module("neuralforecast.models")
         except ImportError as error:
             raise MissingDependencyError(
-                f"peer:{spec.name} is a model of neuralforecast, which is not installed: {install_command('forecast')} ({error})"
+                f"peer:{spec.name} is a model of neuralforecast, which is not installed: {install_command('forecast')} "
+                f"({error})"
             ) from error
         known_model = _MODELS[spec.name]
         self.mixes_channels = known_model.mixes_channels
@@ -153,7 +158,9 @@ class BaselineModel(nn.Module):
         return out.transpose(1, 2) if self.mixes_channels else out.reshape(batch, channels, -1)
 
     def flops_per_example(self) -> int:
-        """Forward FLOPs of one channel of a window, as PyTorch counts them: products of matrices and convolutions."""
+        """Forward FLOPs of one channel of a window, as PyTorch counts them: products of matrices and
+        convolutions.
+        """
         if self._flops is None:  # asked for at every step of the training
             network = copy.deepcopy(self).to("meta").eval()
             with FlopCounterMode(display=False) as counter, torch.no_grad():

@@ -42,7 +42,9 @@ def forecast_metrics(forecast: Tensor, truth: Tensor, data: WindowedSeries) -> d
 
 
 def chunks(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
-    """Spans of rows of tensors, of which a copy takes little memory: windows are views of a series, and much larger as copies."""
+    """Spans of rows of tensors, of which a copy takes little memory: windows are views of a series, and much
+    larger as copies.
+    """
     return list(zip(*(tensor.split(CHUNK) for tensor in tensors), strict=True))
 
 
@@ -137,8 +139,8 @@ def simple_methods(look_back: int, season: int | None) -> list[Method]:
 
     Args:
         look_back: steps that they see.
-        season: steps of one season, such as 24 for hourly data with a daily rhythm; ``None``, or one longer than the look-back: no
-            seasonal method.
+        season: steps of one season, such as 24 for hourly data with a daily rhythm; ``None``, or one longer
+            than the look-back: no seasonal method.
 
     Raises:
         ConfigError: season below 1.
@@ -149,7 +151,9 @@ def simple_methods(look_back: int, season: int | None) -> list[Method]:
 
 
 def fitted_methods(data: WindowedSeries, season: int | None) -> list[Method]:
-    """The last value, the last season and ridge regression, fitted to the training windows; see ``simple_methods``."""
+    """The last value, the last season and ridge regression, fitted to the training windows; see
+    ``simple_methods``.
+    """
     return [*simple_methods(data.look_back, season), Ridge(*_fit_ridge(data))]
 
 
@@ -161,7 +165,8 @@ def forecast_baselines(data: WindowedSeries, methods: Sequence[Method]) -> list[
         methods: fitted to them.
 
     Returns:
-        One row for each method, with ``error_by_lead`` in its details: the mean squared error (scaled) of each step ahead.
+        One row for each method, with ``error_by_lead`` in its details: the mean squared error (scaled) of
+        each step ahead.
     """
     return [_score(method, data) for method in methods]
 

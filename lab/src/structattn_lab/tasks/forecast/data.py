@@ -15,7 +15,8 @@ from structattn_lab.tasks.forecast.baselines import Method, fitted_methods, fore
 
 
 class WindowedChannels:
-    """Series of the same times, each scaled by its own training rows, cut into (channels, look-back) and (channels, horizon) windows.
+    """Series of the same times, each scaled by its own training rows, cut into (channels, look-back) and
+    (channels, horizon) windows.
 
     Args:
         series: one or more, of the same times.
@@ -35,7 +36,9 @@ class WindowedChannels:
         return [channel.series.name for channel in self.channels]
 
     def windows(self, split: DataSplit) -> tuple[Tensor, Tensor]:
-        """As of ``WindowedSeries``: float32 views of shapes ``(n, channels, look_back)`` and ``(n, channels, horizon)``."""
+        """As of ``WindowedSeries``: float32 views of shapes ``(n, channels, look_back)`` and
+        ``(n, channels, horizon)``.
+        """
         X, Y = self.channels[0].windows(split, self._scaled)
         return X.transpose(0, 1), Y.transpose(0, 1)
 

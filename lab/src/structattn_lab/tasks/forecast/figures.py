@@ -46,7 +46,9 @@ def error_by_column(record: ComparisonRecord) -> Table | None:
 
 
 def future_figure(forecast: Forecast) -> MplFigure:
-    """The end of the last window of each column, and what follows, with its intervals: bands, or bars where there are few steps."""
+    """The end of the last window of each column, and what follows, with its intervals: bands, or bars where
+    there are few steps.
+    """
     table, columns = forecast.table, forecast.columns[:_MOST_PANELS]
     steps = min(forecast.past.shape[1], max(4 * len(table), _FEWEST_STEPS))
     before, ahead = forecast.past_times[-steps:], forecast.times

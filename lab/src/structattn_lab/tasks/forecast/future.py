@@ -1,4 +1,6 @@
-"""Forecasts beyond the end of a series: a trained model or a baseline, the scale of its training, and conformal intervals."""
+"""Forecasts beyond the end of a series: a trained model or a baseline, the scale of its training, and
+conformal intervals.
+"""
 
 from __future__ import annotations
 
@@ -151,19 +153,22 @@ def check_request(
         unlimited: rows of the same comparison whose horizon has no limit.
 
     Raises:
-        ConfigError: the horizon is longer than the method can do, or than the validation rows; or as ``check_percents``.
+        ConfigError: the horizon is longer than the method can do, or than the validation rows; or as
+            ``check_percents``.
     """
     facts: Facts = forecaster.kept.facts
     if forecaster.most_steps is not None and horizon > forecaster.most_steps:
         rows = f", or take a row without a limit: {' or '.join(map(repr, unlimited))}" if unlimited else ""
         raise ConfigError(
-            f"{name} forecasts at most {forecaster.most_steps:,} steps, the horizon of its training, got a horizon of {horizon:,}: give a shorter "
+            f"{name} forecasts at most {forecaster.most_steps:,} steps, the horizon of its training, got a horizon of "
+            f"{horizon:,}: give a shorter "
             f"one, or train with --set task.horizon={horizon}{rows}"
         )
     windows = forecaster.windows(horizon)
     if windows < 1:
         raise ConfigError(
-            f"the intervals of {name} come from the {facts.horizon - 1 + forecaster.windows(facts.horizon):,} validation rows of the training, which "
+            f"the intervals of {name} come from the {facts.horizon - 1 + forecaster.windows(facts.horizon):,} "
+            "validation rows of the training, which "
             f"have no window of {horizon:,} steps: give a shorter horizon"
         )
     return check_percents(percents, windows)

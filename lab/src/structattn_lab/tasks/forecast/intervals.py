@@ -16,11 +16,12 @@ PERCENTS = range(1, 100)
 def conformal_widths(errors: Tensor, percents: Sequence[int]) -> Tensor:
     """Half the width of the intervals that hold these percentages of errors like the given ones.
 
-    Of n errors the one of rank ceil(p / 100 (n + 1)), counted from the smallest. If the next error is exchangeable with them, it is at most
-    that large with a probability of at least p / 100.
+    Of n errors the one of rank ceil(p / 100 (n + 1)), counted from the smallest. If the next error is
+    exchangeable with them, it is at most that large with a probability of at least p / 100.
 
     Args:
-        errors: absolute ones, ``(n, ...)``: the other axes, such as lead times, are independent of each other.
+        errors: absolute ones, ``(n, ...)``: the other axes, such as lead times, are independent of each
+            other.
         percents: of ``PERCENTS``.
 
     Returns:
@@ -39,7 +40,8 @@ def check_percents(percents: Sequence[int], windows: int) -> tuple[int, ...]:
     """The percentages in order.
 
     Raises:
-        ConfigError: one is not in ``PERCENTS``, is given twice, or needs more validation windows than there are.
+        ConfigError: one is not in ``PERCENTS``, is given twice, or needs more validation windows than there
+            are.
     """
     for percent in percents:
         check_int("a level in percent", percent, minimum=PERCENTS[0], maximum=PERCENTS[-1])
@@ -49,7 +51,8 @@ def check_percents(percents: Sequence[int], windows: int) -> tuple[int, ...]:
     most = 100 * windows // (windows + 1)
     if ordered and ordered[-1] > most:
         raise ConfigError(
-            f"an interval of {ordered[-1]} % needs at least {-(-ordered[-1] // (100 - ordered[-1]))} validation windows, and the training had "
+            f"an interval of {ordered[-1]} % needs at least {-(-ordered[-1] // (100 - ordered[-1]))} validation "
+            "windows, and the training had "
             f"{windows:,}: give levels of at most {most}"
         )
     return ordered

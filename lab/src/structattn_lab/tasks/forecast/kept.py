@@ -1,4 +1,6 @@
-"""What forecasts of the future need besides a model: kept with a run or a comparison, since its training data may be moved or grow."""
+"""What forecasts of the future need besides a model: kept with a run or a comparison, since its training data
+may be moved or grow.
+"""
 
 from __future__ import annotations
 
@@ -43,10 +45,11 @@ class Kept:
 
     Attributes:
         facts: see ``Facts``.
-        tensors: ``mean`` and ``std``, (columns,), in float64: of the training rows. Of a run ``widths``, (99, columns, horizon): of the conformal
-            intervals of 1 ... 99 %, of scaled values, and ``windows``, (), from how many validation windows. Of the baselines ``ridge``,
-            (columns, look_back + 1, horizon), and ``validation``, (columns, look_back + rows): the scaled validation rows and the look-back
-            before them, from which their widths are computed at any horizon.
+        tensors: ``mean`` and ``std``, (columns,), in float64: of the training rows. Of a run ``widths``, (99,
+            columns, horizon): of the conformal intervals of 1 ... 99 %, of scaled values, and ``windows``,
+            (), from how many validation windows. Of the baselines ``ridge``, (columns, look_back + 1,
+            horizon), and ``validation``, (columns, look_back + rows): the scaled validation rows and the
+            look-back before them, from which their widths are computed at any horizon.
     """
 
     facts: Facts

@@ -1,4 +1,5 @@
-"""The presets of forecasting: a demo, a comparison with neuralforecast's models under one protocol, and the settings of the paper.
+"""The presets of forecasting: a demo, a comparison with neuralforecast's models under one protocol, and the
+settings of the paper.
 
 Hours are those of the whole recipe on 2 CPU cores with ``--jobs 2``. None was run on a GPU.
 """
@@ -80,20 +81,24 @@ PRESETS = {
     ),
     "ett": Preset(
         _ETT,
-        "ETTh1: four variants against PatchTST, iTransformer, DLinear and NHITS, each with its best look-back of 96 ... 2,048; horizons 96, "
+        "ETTh1: four variants against PatchTST, iTransformer, DLinear and NHITS, each with its best look-back of 96 "
+        "... 2,048; horizons 96, "
         "192, 336; one column and all; three seeds: 1,200 runs, days on a CPU (estimated)",
     ),
     "smoke": Preset(
         replace(_DEMO, attention=_DEMO.attention[:2], seeds=1, training=replace(_TRAINING, steps=64, warmup_steps=8)),
-        "oil temperature of ETTh1, 96 hours ahead from 336, two variants, 64 steps: tests that training runs, too short to compare",
+        "oil temperature of ETTh1, 96 hours ahead from 336, two variants, 64 steps: tests that training runs, too "
+        "short to compare",
     ),
     "ett-short": Preset(
         _SHORT,
-        "oil temperature of ETTh1: two variants against PatchTST, iTransformer, DLinear and NHITS, each with its best look-back of 96, 336, "
+        "oil temperature of ETTh1: two variants against PatchTST, iTransformer, DLinear and NHITS, each with its best "
+        "look-back of 96, 336, "
         "1,024; horizons 96 and 336; three seeds; 34 minutes for horizon 96 (measured)",
     ),
     "paper": Preset(
         _PAPER,
-        "the paper's model: 2 layers of width 512, 8 heads, one token per step, 200 or 1,000 iterations, horizons 96, 192, 336; a day on a CPU (estimated)",
+        "the paper's model: 2 layers of width 512, 8 heads, one token per step, 200 or 1,000 iterations, horizons 96, "
+        "192, 336; a day on a CPU (estimated)",
     ),
 }

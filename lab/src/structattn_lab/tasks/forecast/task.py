@@ -66,8 +66,8 @@ class ForecastConfig:
         data: the series.
         look_back: input steps.
         horizon: output steps.
-        season: steps of the seasonal baseline. Default ``None``: a day of data that are taken more often than daily, a week of daily ones, a
-            year of monthly or quarterly ones; and no such baseline for others.
+        season: steps of the seasonal baseline. Default ``None``: a day of data that are taken more often than
+            daily, a week of daily ones, a year of monthly or quarterly ones; and no such baseline for others.
         patch_length: steps of a token.
         stride: steps between tokens.
         embed_dim: width of the model.
@@ -98,10 +98,11 @@ class ForecastConfig:
 
 
 class ForecastTask(Task):
-    """Mean squared and absolute error over all test windows, on the scaled target and in its own units; means over the columns.
+    """Mean squared and absolute error over all test windows, on the scaled target and in its own units; means
+    over the columns.
 
-    Models are ``Forecaster`` with an attention spec, which sees one column at a time, or with ``peer:NAME`` a baseline
-    model of neuralforecast (see ``BaselineModelSpec``).
+    Models are ``Forecaster`` with an attention spec, which sees one column at a time, or with ``peer:NAME`` a
+    baseline model of neuralforecast (see ``BaselineModelSpec``).
     """
 
     name = "forecast"
@@ -153,7 +154,9 @@ class ForecastTask(Task):
         return build_forecaster(self.config, spec, len(self.data.channels))
 
     def batch(self, seed: int, step: int, batch_size: int) -> Batch:
-        """The windows of a step: epochs are permutations of the training windows, a function of (seed, epoch)."""
+        """The windows of a step: epochs are permutations of the training windows, a function of (seed,
+        epoch).
+        """
         inputs, targets = self._windows["train"]
         count = inputs.shape[0]
         positions = torch.arange(step * batch_size, (step + 1) * batch_size)
@@ -173,7 +176,9 @@ class ForecastTask(Task):
         return len(self.data.channels) * super().flops(model, step)
 
     def tokens(self, model: nn.Module, step: int | None = None) -> int:
-        """The patches of a window with all its columns; for a baseline model, which may have no tokens, the columns."""
+        """The patches of a window with all its columns; for a baseline model, which may have no tokens, the
+        columns.
+        """
         return len(self.data.channels) * cast(Forecaster | BaselineModel, model).num_tokens
 
     @torch.no_grad()
@@ -205,7 +210,9 @@ class ForecastTask(Task):
         return self._baselines
 
     def run_files(self, model: nn.Module) -> dict[str, bytes]:
-        """Scale, time step and widths of intervals, with which ``structattn forecast`` does without the training data."""
+        """Scale, time step and widths of intervals, with which ``structattn forecast`` does without the
+        training data.
+        """
         return {FILE: self.kept_with_run(model).content()}
 
     def kept_with_run(self, model: nn.Module) -> Kept:
@@ -261,9 +268,10 @@ class ForecastTask(Task):
     def details(self, model: nn.Module) -> dict[str, Any]:
         """What the figures show.
 
-        ``examples``: three test forecasts of the last column in the data's units, with intervals; ``coverage``: the share of all test
-        values inside such intervals, which are meant to hold ``INTERVAL`` percent of them: as wide as the errors of the validation windows, for
-        each column and lead time (split conformal). ``error_by_lead``; ``error_by_column`` where there are several; ``train_windows``, the
+        ``examples``: three test forecasts of the last column in the data's units, with intervals;
+        ``coverage``: the share of all test values inside such intervals, which are meant to hold ``INTERVAL``
+        percent of them: as wide as the errors of the validation windows, for each column and lead time (split
+        conformal). ``error_by_lead``; ``error_by_column`` where there are several; ``train_windows``, the
         windows of an epoch.
         """
         return self._details(model, *self._forecast(model, "test"))

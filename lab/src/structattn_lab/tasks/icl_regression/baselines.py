@@ -1,6 +1,8 @@
-"""Predictors of y_i from the pairs before it that need no training: what a model in context is measured against.
+"""Predictors of y_i from the pairs before it that need no training: what a model in context is measured
+against.
 
-Each takes xs (B, N, d) and ys (B, N) and returns predictions (B, N) in the dtype of ys, of which the first is 0.
+Each takes xs (B, N, d) and ys (B, N) and returns predictions (B, N) in the dtype of ys, of which the first is
+0.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from torch import Tensor
 
 from structattn_lab.tasks.icl_regression.prompts import PromptConfig
 
-# A point counts as a combination of those before it when at most this part of its length lies outside their span.
+# A point counts as a combination of those before it when at most this part of its length lies outside their
+# span.
 _IN_SPAN = 1e-12
 
 
@@ -35,7 +38,8 @@ def averaging(xs: Tensor, ys: Tensor) -> Tensor:
 def least_squares(xs: Tensor, ys: Tensor) -> Tensor:
     """w.x_i with w the minimum-norm least-squares fit to the pairs before i, computed in float64.
 
-    Each pair updates w, the projection P on what is orthogonal to the points so far, and C = (X^T X)^+. With r = P x:
+    Each pair updates w, the projection P on what is orthogonal to the points so far, and C = (X^T X)^+. With
+    r = P x:
 
         r != 0: k = r / |r|^2,                 C += (1 + x^T C x) k k^T - C x k^T - k x^T C,   P -= r k^T
         r == 0: k = C x / (1 + x^T C x),       C -= k x^T C
@@ -62,10 +66,12 @@ def least_squares(xs: Tensor, ys: Tensor) -> Tensor:
 
 
 def ridge(xs: Tensor, ys: Tensor, *, noise_std: float) -> Tensor:
-    """w.x_i with w = (X^T X + noise_std^2 I)^-1 X^T y of the pairs before i, computed in float64; ``noise_std`` is above 0.
+    """w.x_i with w = (X^T X + noise_std^2 I)^-1 X^T y of the pairs before i, computed in float64;
+    ``noise_std`` is above 0.
 
-    For linear f, w ~ N(0, I), that is the posterior mean: no predictor has a lower expected squared error. Computed pair by pair
-    with the posterior covariance S, which starts at I: k = S x / (noise_std^2 + x^T S x), w += k (y - w.x), S -= k x^T S.
+    For linear f, w ~ N(0, I), that is the posterior mean: no predictor has a lower expected squared error.
+    Computed pair by pair with the posterior covariance S, which starts at I: k = S x / (noise_std^2 + x^T S
+    x), w += k (y - w.x), S -= k x^T S.
 
     Cost: O(N d^2) per prompt.
     """
@@ -86,7 +92,9 @@ def _identities(xs: Tensor) -> Tensor:
 
 
 def _fitted_in_order(xs: Tensor, ys: Tensor, gain: Callable[[Tensor], Tensor]) -> Tensor:
-    """Predictions w.x, where each pair updates w by k (y - w.x); ``gain`` gives k (B, d, 1) for x (B, d, 1), in float64."""
+    """Predictions w.x, where each pair updates w by k (y - w.x); ``gain`` gives k (B, d, 1) for x (B, d, 1),
+    in float64.
+    """
     x_all, y_all = xs.double(), ys.double()
     out, w = torch.zeros_like(y_all), torch.zeros_like(x_all[:, 0, :, None])
     for i in range(xs.shape[1]):
@@ -120,7 +128,9 @@ class Predictor(NamedTuple):
 
 
 def predictors(prompts: PromptConfig) -> list[Predictor]:
-    """The baselines of a distribution of prompts; ridge regression only where there is noise, whose standard deviation it knows."""
+    """The baselines of a distribution of prompts; ridge regression only where there is noise, whose standard
+    deviation it knows.
+    """
     optimal = ", the optimal predictor" if prompts.function == "linear" else ""
     fit, noise = "the linear fit of smallest norm to the pairs seen", prompts.noise_std
     found = [

@@ -1,4 +1,6 @@
-"""The figures of in-context regression: error against compute, by point of the prompt, and against rank over dimension."""
+"""The figures of in-context regression: error against compute, by point of the prompt, and against rank over
+dimension.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def error_by_point(record: ComparisonRecord) -> Drawing | None:
 
 
 def error_against_rank_over_dimension(record: ComparisonRecord) -> Drawing | None:
-    """Error against the rank of a head over the dimension of the data, one line per variant of the settings."""
+    """Error against the rank of a head over the dimension of the data, one line per variant of the
+    settings.
+    """
     lines: dict[str, list[tuple[float, float, Row]]] = {}
     for row in record.rows:
         dim, rank, score = finite(row.details.get("dim")), row.rank, score_of(row)

@@ -1,7 +1,8 @@
 """The presets of in-context regression, from a minute on a laptop to the settings of the paper.
 
-All use muP, choose the learning rate of each variant by the same sweep, and count compute on the curriculum's lengths. The hours
-that a preset names are those of the whole recipe, sweep included, on 2 CPU cores with ``--jobs 2``. None was run on a GPU.
+All use muP, choose the learning rate of each variant by the same sweep, and count compute on the curriculum's
+lengths. The hours that a preset names are those of the whole recipe, sweep included, on 2 CPU cores with
+``--jobs 2``. None was run on a GPU.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from structattn_lab.settings.training import TrainingConfig
 from structattn_lab.tasks.icl_regression.task import Curriculum, ICLRegressionConfig
 
 _SPECS = ("standard", "standard:1", "bilinear-btt:1", "bilinear-btt:2")
-# Small enough for a CPU, with a head dimension of 3 below d: for the effect of single settings see docs/results/icl-regression.md.
+# Small enough for a CPU, with a head dimension of 3 below d: for the effect of single settings see
+# docs/results/icl-regression.md.
 _SMALL = Recipe(
     task=ICLRegressionConfig(
         dim=6,
@@ -34,7 +36,8 @@ _SMALL = Recipe(
         parametrization="mup",
         base_fan_in=64,
     ),
-    # The allocations of the paper (16|8|8, 8|8|16 and equal ranks) in small; not smaller, since layer norm makes a level of 2 features a sign.
+    # The allocations of the paper (16|8|8, 8|8|16 and equal ranks) in small; not smaller, since layer norm
+    # makes a level of 2 features a sign.
     attention=(*_SPECS, "bilinear-mlr:4|2|2", "bilinear-mlr:2|2|4", "bilinear-mlr:4|4|4"),
     equal="compute",
 )
@@ -68,7 +71,9 @@ _RANK_VS_DIMENSION = replace(
 
 
 def _paper(dim: int) -> Recipe:
-    """The paper's models at width 256: 6 layers and 8 heads, so D = 32 < d; 500,000 steps, curriculum over the first 6 %."""
+    """The paper's models at width 256: 6 layers and 8 heads, so D = 32 < d; 500,000 steps, curriculum over
+    the first 6 %.
+    """
     steps = 500_000
     return Recipe(
         task=ICLRegressionConfig(
@@ -103,7 +108,8 @@ def _paper(dim: int) -> Recipe:
 
 _SHORT = Preset(
     _SMOKE,
-    "linear functions of 4 numbers, four variants, 600 steps: tests that training runs, too short to compare; 72 seconds on 2 CPU cores",
+    "linear functions of 4 numbers, four variants, 600 steps: tests that training runs, too short to compare; 72 "
+    "seconds on 2 CPU cores",
 )
 
 PRESETS = {
@@ -111,19 +117,23 @@ PRESETS = {
     "smoke": _SHORT,
     "bottleneck": Preset(
         _BOTTLENECK,
-        "linear functions of 6 numbers, width 24: 8 heads of dimension 3 against scores of full rank, iso-FLOP, three seeds; under 3 hours on 2 "
+        "linear functions of 6 numbers, width 24: 8 heads of dimension 3 against scores of full rank, iso-FLOP, three "
+        "seeds; under 3 hours on 2 "
         "CPU cores",
     ),
     "rank-vs-dimension": Preset(
         _RANK_VS_DIMENSION,
-        "linear functions of 4, 6 and 8 numbers against heads of dimension 2 ... 24, one seed; about 3 hours on 2 CPU cores (estimated)",
+        "linear functions of 4, 6 and 8 numbers against heads of dimension 2 ... 24, one seed; about 3 hours on 2 CPU "
+        "cores (estimated)",
     ),
     "paper-d64": Preset(
         _paper(64),
-        "the paper's linear functions of 64 numbers at width 256, 500,000 steps; months on a CPU, days on a GPU (guessed from the FLOPs)",
+        "the paper's linear functions of 64 numbers at width 256, 500,000 steps; months on a CPU, days on a GPU "
+        "(guessed from the FLOPs)",
     ),
     "paper-d128": Preset(
         _paper(128),
-        "the paper's linear functions of 128 numbers at width 256, 500,000 steps; months on a CPU, weeks on a GPU (guessed from the FLOPs)",
+        "the paper's linear functions of 128 numbers at width 256, 500,000 steps; months on a CPU, weeks on a GPU "
+        "(guessed from the FLOPs)",
     ),
 }

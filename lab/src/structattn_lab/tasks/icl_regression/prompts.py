@@ -21,12 +21,15 @@ Covariates = Literal["isotropic", "skewed"]
 class PromptFunction(ABC):
     """A distribution of functions R^d -> R, one for each prompt. New ones are listed in ``FUNCTIONS``.
 
-    ``draw`` is ``values`` with fresh ``parameters``; they are two methods so that a definition can be tested with given parameters.
+    ``draw`` is ``values`` with fresh ``parameters``; they are two methods so that a definition can be tested
+    with given parameters.
     """
 
     @abstractmethod
     def parameters(self, rng: Generator, count: int, dim: int) -> tuple[Tensor, ...]:
-        """The parameters of ``count`` functions of ``dim`` inputs, each with the prompts as its first axis."""
+        """The parameters of ``count`` functions of ``dim`` inputs, each with the prompts as its first
+        axis.
+        """
 
     @abstractmethod
     def values(self, xs: Tensor, *parameters: Tensor) -> Tensor:
@@ -34,10 +37,13 @@ class PromptFunction(ABC):
 
     @abstractmethod
     def variance(self, dim: int) -> float:
-        """E f(x)^2, the expected squared error of predicting zero: the same for every covariance of trace d."""
+        """E f(x)^2, the expected squared error of predicting zero: the same for every covariance of trace
+        d.
+        """
 
     def draw(self, rng: Generator, xs: Tensor) -> Tensor:
-        """Values of fresh functions, one for each prompt: xs (B, N, d), live coordinates only, to f(x), (B, N), in the dtype of xs.
+        """Values of fresh functions, one for each prompt: xs (B, N, d), live coordinates only, to f(x), (B,
+        N), in the dtype of xs.
 
         The numbers are drawn in float32 for every dtype, so that both precisions see the same functions.
         """
@@ -100,15 +106,19 @@ class ReluNetwork(PromptFunction):
 
 @dataclass(frozen=True, kw_only=True)
 class DecisionTree(PromptFunction):
-    """A full binary tree: ``depth`` times the sign of one coordinate chooses the branch, and the leaf is the value.
+    """A full binary tree: ``depth`` times the sign of one coordinate chooses the branch, and the leaf is the
+    value.
 
-    Each inner node tests one coordinate, drawn uniformly, and goes right where it is positive; leaves ~ N(0, 1).
+    Each inner node tests one coordinate, drawn uniformly, and goes right where it is positive; leaves ~ N(0,
+    1).
     """
 
     depth: int
 
     def parameters(self, rng: Generator, count: int, dim: int) -> tuple[Tensor, ...]:
-        """Coordinates (B, 2^depth - 1) of the inner nodes, level after level, and leaves (B, 2^depth) from left to right."""
+        """Coordinates (B, 2^depth - 1) of the inner nodes, level after level, and leaves (B, 2^depth) from
+        left to right.
+        """
         coordinates = torch.randint(dim, (count, 2**self.depth - 1), generator=rng)
         return coordinates, torch.randn(count, 2**self.depth, generator=rng)
 
@@ -132,14 +142,16 @@ def isotropic(rng: Generator, count: int, num_points: int, dim: int, dtype: torc
 
 
 def skewed(rng: Generator, count: int, num_points: int, dim: int, dtype: torch.dtype) -> Tensor:
-    """x ~ N(0, Sigma), (B, N, d): eigenvalues d i^-2 / sum_j j^-2 in an orthogonal basis drawn for each prompt.
+    """x ~ N(0, Sigma), (B, N, d): eigenvalues d i^-2 / sum_j j^-2 in an orthogonal basis drawn for each
+    prompt.
 
     Source: Garg et al. 2022, section 4 (skewed covariance; inputs scaled to the length of those in training).
     """
     variances = torch.arange(1, dim + 1, dtype=dtype) ** -2
     variances *= dim / variances.sum()
     independent = isotropic(rng, count, num_points, dim, dtype) * variances.sqrt()
-    # Up to the signs of its columns Q is uniform over the orthogonal matrices, and Q diag(variances) Q^T has no signs.
+    # Up to the signs of its columns Q is uniform over the orthogonal matrices, and Q diag(variances) Q^T has
+    # no signs.
     basis = torch.linalg.qr(torch.randn(count, dim, dim, generator=rng).to(dtype)).Q
     return independent @ basis.mT
 
@@ -157,7 +169,9 @@ COVARIATES: dict[Covariates, Callable[[Generator, int, int, int, torch.dtype], T
 
 
 class DrawnPrompts(NamedTuple):
-    """Prompts: ``xs`` (B, N, d), ``ys`` (B, N) as a model sees them, and ``values`` (B, N), f(x) without noise."""
+    """Prompts: ``xs`` (B, N, d), ``ys`` (B, N) as a model sees them, and ``values`` (B, N), f(x) without
+    noise.
+    """
 
     xs: Tensor
     ys: Tensor
@@ -169,13 +183,14 @@ class PromptConfig:
     """A distribution of prompts x_1, y_1, ..., x_N, y_N with y_i = f(x_i) + noise and one f per prompt.
 
     Args:
-        function: distribution of f: ``linear`` (f(x) = w.x), ``sparse-linear``, ``relu-network`` or ``decision-tree``.
+        function: distribution of f: ``linear`` (f(x) = w.x), ``sparse-linear``, ``relu-network`` or
+            ``decision-tree``.
         sparsity: nonzero coordinates of w, for ``sparse-linear``. Default 3.
         hidden_units: width, for ``relu-network``. Default 100.
         depth: of the ``decision-tree``. Default 4.
         noise_std: standard deviation of the normal noise added to every y. Default 0.
-        covariates: distribution of x: ``isotropic``, x ~ N(0, I_d), or ``skewed``, x ~ N(0, Sigma) with eigenvalues proportional to 1 / i^2, trace d
-            and a random basis per prompt.
+        covariates: distribution of x: ``isotropic``, x ~ N(0, I_d), or ``skewed``, x ~ N(0, Sigma) with
+            eigenvalues proportional to 1 / i^2, trace d and a random basis per prompt.
 
     Raises:
         ConfigError: an unknown name, a count below 1, or noise that is negative or not finite.
@@ -215,17 +230,18 @@ class PromptConfig:
         """Independent prompts on the CPU.
 
         Args:
-            rng: the prompts are a pure function of its state and the sizes. It draws float32 numbers for every dtype, so float64
-                gives the same prompts with more exact values.
+            rng: the prompts are a pure function of its state and the sizes. It draws float32 numbers for
+                every dtype, so float64 gives the same prompts with more exact values.
             count: B.
             num_points: N.
             dim: d.
-            live: coordinates that are not zero; f has only those as its inputs, and the trace of the covariance is this number.
-                Default ``None``: all.
+            live: coordinates that are not zero; f has only those as its inputs, and the trace of the
+                covariance is this number. Default ``None``: all.
             dtype: of the result. Default float32.
 
         Returns:
-            ``DrawnPrompts``. The noise is drawn last: prompts that differ only in ``noise_std`` have the same x and f.
+            ``DrawnPrompts``. The noise is drawn last: prompts that differ only in ``noise_std`` have the same
+            x and f.
 
         Cost: B N d normal numbers, and for ``skewed`` a QR of d x d per prompt.
         """

@@ -19,8 +19,8 @@ from structattn_lab.tasks.base import Baseline, Batch, Split, Task, check_sizes_
 from structattn_lab.tasks.icl_regression.baselines import predictors
 from structattn_lab.tasks.icl_regression.prompts import COVARIATES, Covariates, DrawnPrompts, PromptConfig
 
-# Prompts of an evaluation that are drawn, and given to the model, at a time. Each chunk has its own random stream, so
-# another number would give other prompts.
+# Prompts of an evaluation that are drawn, and given to the model, at a time. Each chunk has its own random
+# stream, so another number would give other prompts.
 EVAL_CHUNK = 256
 # Prompts that the baselines handle at a time: their d x d matrices should stay in the cache of a processor.
 _BASELINE_CHUNK = 64
@@ -30,21 +30,22 @@ _BASELINE_CHUNK = 64
 class Curriculum:
     """Prompts grow from small to full: live dimensions, the others being zero, and points.
 
-    After k of n = max(1, end_step // interval) raises, evenly spaced so that the last comes at ``end_step``, a prompt has
-    start_dim + ceil(k (dim - start_dim) / n) live dimensions, and as many points by the same rule. Only the raises change the
-    size, since a compiled model is compiled again for each.
+    After k of n = max(1, end_step // interval) raises, evenly spaced so that the last comes at ``end_step``,
+    a prompt has start_dim + ceil(k (dim - start_dim) / n) live dimensions, and as many points by the same
+    rule. Only the raises change the size, since a compiled model is compiled again for each.
 
     Args:
         start_dim: live dimensions at step 0; ``dim`` where that is smaller. Default 4.
         start_points: points at step 0; ``num_points`` where that is smaller. Default 8.
-        interval: steps from one raise to the next (longer where it does not divide ``end_step``). Default 2000.
+        interval: steps from one raise to the next (longer where it does not divide ``end_step``). Default
+            2000.
         end_step: the step from which prompts are full. Default 0: full from the start.
 
     Raises:
         ConfigError: a number below 1, or ``end_step`` below 0.
 
-    Source: Garg et al. 2022, appendix A; Kuang et al. 2025: 4 dimensions and 8 points at first, raised every 2,000 steps, full
-    after 6 % of the steps.
+    Source: Garg et al. 2022, appendix A; Kuang et al. 2025: 4 dimensions and 8 points at first, raised every
+    2,000 steps, full after 6 % of the steps.
     """
 
     start_dim: int = 4
@@ -112,7 +113,8 @@ class ICLRegressionConfig:
     Args:
         dim: dimension d of x.
         num_points: examples of a prompt, N. Default ``None``: 2 d.
-        prompts: distribution of x, f and noise. Default: x ~ N(0, I_d), f(x) = w.x with w ~ N(0, I_d), no noise.
+        prompts: distribution of x, f and noise. Default: x ~ N(0, I_d), f(x) = w.x with w ~ N(0, I_d), no
+            noise.
         shift: how evaluations differ from it. Default: they do not.
         embed_dim: width of the model.
         num_layers: blocks of the model.
@@ -123,7 +125,8 @@ class ICLRegressionConfig:
         eval_prompts: fresh full prompts of each evaluation.
 
     Raises:
-        ConfigError: a number below 1, heads that do not divide the width, or more nonzero weights than dimensions.
+        ConfigError: a number below 1, heads that do not divide the width, or more nonzero weights than
+            dimensions.
     """
 
     dim: int = 8
@@ -146,7 +149,8 @@ class ICLRegressionConfig:
             check_number("task.read_in_std", self.read_in_std, above=0)
         if self.prompts.function == "sparse-linear" and self.prompts.sparsity > self.dim:
             raise ConfigError(
-                f"task.prompts.sparsity must be at most task.dim, got {self.prompts.sparsity} and {self.dim}: lower it, or raise "
+                f"task.prompts.sparsity must be at most task.dim, got {self.prompts.sparsity} and {self.dim}: lower "
+                "it, or raise "
                 "the dimension"
             )
 
@@ -157,10 +161,11 @@ class ICLRegressionConfig:
 
 
 class ICLRegressionTask(Task):
-    """Squared error at the last point over that of predicting zero (d for linear f): 1 = knows nothing, 0 = solved.
+    """Squared error at the last point over that of predicting zero (d for linear f): 1 = knows nothing, 0 =
+    solved.
 
-    Training compares each prediction with y of the prompt, noise included; evaluation with f(x), without noise, so
-    0 is what knowing f gives. Linear f is determined by N > d pairs without noise.
+    Training compares each prediction with y of the prompt, noise included; evaluation with f(x), without
+    noise, so 0 is what knowing f gives. Linear f is determined by N > d pairs without noise.
 
     Source: Garg et al. 2022; Kuang et al. 2025, section 4.
     """
@@ -177,7 +182,10 @@ class ICLRegressionTask(Task):
     def data_summary(self) -> dict[str, str]:
         config = self.config
         return {
-            "data": f"random functions of {config.dim} numbers, {config.full_points} examples in a prompt, drawn anew at each step"
+            "data": (
+                f"random functions of {config.dim} numbers, {config.full_points} examples in a prompt, drawn anew at "
+                "each step"
+            )
         }
 
     def build_model(self, spec: str) -> ICLRegressor:
@@ -210,7 +218,9 @@ class ICLRegressionTask(Task):
         return F.mse_loss(model(batch["xs"], batch["ys"]), batch["ys"])
 
     def flops(self, model: nn.Module, step: int | None = None) -> int:
-        """Forward FLOPs of one training prompt at its length at that step (full length without one), without the input projection."""
+        """Forward FLOPs of one training prompt at its length at that step (full length without one), without
+        the input projection.
+        """
         num_points = self.config.full_points if step is None else self.size_at(step)[1]
         return cast(ICLRegressor, model).flops(num_points)
 
@@ -219,7 +229,8 @@ class ICLRegressionTask(Task):
         return 2 * (self.config.full_points if step is None else self.size_at(step)[1])
 
     def eval_prompts(self, split: Split, dtype: torch.dtype = torch.float32) -> Iterator[DrawnPrompts]:
-        """The prompts of an evaluation, at most ``EVAL_CHUNK`` at a time: full size, the same for every model, never in training.
+        """The prompts of an evaluation, at most ``EVAL_CHUNK`` at a time: full size, the same for every
+        model, never in training.
 
         Args:
             split: which of the two sets.
@@ -246,7 +257,9 @@ class ICLRegressionTask(Task):
         return self._score(total)
 
     def evaluate(self, model: nn.Module, split: Split) -> dict[str, float]:
-        """``last_point_error`` and ``mean_error``, against f(x) without noise, on fresh full prompts (see ``Shift``)."""
+        """``last_point_error`` and ``mean_error``, against f(x) without noise, on fresh full prompts (see
+        ``Shift``).
+        """
         return _summary(self._point_errors(model, split))
 
     def details(self, model: nn.Module) -> dict[str, Any]:
@@ -269,8 +282,8 @@ class ICLRegressionTask(Task):
         return found
 
     def baselines(self) -> list[Baseline]:
-        """Zero, averaging, least squares, nearest neighbors and, with noise, ridge regression, in float64, with ``error_by_point``;
-        computed once."""
+        """Zero, averaging, least squares, nearest neighbors and, with noise, ridge regression, in float64,
+        with ``error_by_point``; computed once."""
         return self._baselines
 
 

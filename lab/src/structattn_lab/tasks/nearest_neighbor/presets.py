@@ -1,4 +1,6 @@
-"""The presets of nearest-neighbor search: the models are so small that each trains in seconds on one CPU core."""
+"""The presets of nearest-neighbor search: the models are so small that each trains in seconds on one CPU
+core.
+"""
 
 from __future__ import annotations
 

@@ -18,14 +18,15 @@ _CHUNK = 1024  # examples that are scored at a time
 
 @dataclass(frozen=True, kw_only=True)
 class NearestNeighborConfig:
-    """N points and a query uniform on the sphere of radius sqrt(d); the target is the point nearest to the query.
+    """N points and a query uniform on the sphere of radius sqrt(d); the target is the point nearest to the
+    query.
 
     Args:
         dim: dimension d of a point.
         num_points: points of an example, N.
         num_heads: heads where the spec does not say otherwise.
-        qk_norm: layer norm of queries and keys. Default ``False``: the points already have one length, and a norm keeps the
-            scores of sharp choices (large) out of reach of a short training.
+        qk_norm: layer norm of queries and keys. Default ``False``: the points already have one length, and a
+            norm keeps the scores of sharp choices (large) out of reach of a short training.
         eval_examples: fresh examples of each evaluation.
 
     Raises:
@@ -54,7 +55,8 @@ class NearestNeighborTask(Task):
     metric_label = "squared error per dimension (1 = knows nothing)"
     no_skill_score = 1.0
     question = (
-        "Can one attention layer find the nearest of some points on a sphere, when each head may only compare them through "
+        "Can one attention layer find the nearest of some points on a sphere, when each head may only compare them "
+        "through "
         "a score of limited rank?"
     )
 
@@ -63,7 +65,10 @@ class NearestNeighborTask(Task):
     def data_summary(self) -> dict[str, str]:
         config = self.config
         return {
-            "data": f"random points on a sphere, {config.num_points} of dimension {config.dim} in an example, drawn anew at each step"
+            "data": (
+                f"random points on a sphere, {config.num_points} of dimension {config.dim} in an example, drawn anew "
+                "at each step"
+            )
         }
 
     def build_model(self, spec: str) -> NearestNeighborModel:

@@ -73,12 +73,14 @@ PRESETS = {
     ),
     "cache-map": Preset(
         _CACHE_MAP,
-        "32 pairs in a context of 256, 18 variants by the size of their caches, equal compute, a learning rate each, five seeds; on 2 CPU cores "
+        "32 pairs in a context of 256, 18 variants by the size of their caches, equal compute, a learning rate each, "
+        "five seeds; on 2 CPU cores "
         "with --jobs 2 one hour",
     ),
     "cache-map-gpu": Preset(
         _CACHE_MAP_GPU,
-        "`cache-map` with ten times the parameters, 128 pairs in a context of 1,024: 1e17 FLOPs, an hour at 30 TFLOP/s (counted, not run)",
+        "`cache-map` with ten times the parameters, 128 pairs in a context of 1,024: 1e17 FLOPs, an hour at 30 TFLOP/s "
+        "(counted, not run)",
     ),
     "smoke": Preset(
         _recipe(

@@ -1,4 +1,6 @@
-"""Synthetic sequences in which a key comes twice, and what follows it the second time is what followed it the first time."""
+"""Synthetic sequences in which a key comes twice, and what follows it the second time is what followed it the
+first time.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from torch import Generator, Tensor
 
 
 def log_uniform(longest: int, count: int, rng: Generator) -> Tensor:
-    """Distances (count,) from 1 to ``longest``: d with probability log((d + 1) / d) / log(longest + 1), so whole octaves are equally likely."""
+    """Distances (count,) from 1 to ``longest``: d with probability log((d + 1) / d) / log(longest + 1), so
+    whole octaves are equally likely.
+    """
     drawn = torch.rand(count, generator=rng, dtype=torch.float64).mul(math.log(longest + 1)).exp().long()
     return drawn.clamp(max=longest)  # where rounding reaches the end of the interval
 
@@ -23,7 +27,8 @@ class Placement:
 
     Attributes:
         pairs: positions of the keys of the pairs, (B, N); each value is one position later.
-        distances: tokens from the value of a pair to the query, (B, N): the query is at ``pairs + 1 + distances``, its answer one later.
+        distances: tokens from the value of a pair to the query, (B, N): the query is at
+            ``pairs + 1 + distances``, its answer one later.
     """
 
     pairs: Tensor
@@ -37,7 +42,9 @@ class Placement:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Token ids: fillers from 0, then keys, then values, then tokens that are a key and a value at once, if there are any."""
+    """Token ids: fillers from 0, then keys, then values, then tokens that are a key and a value at once, if
+    there are any.
+    """
 
     num_fillers: int
     num_keys: int
@@ -104,8 +111,9 @@ class Kind(ABC):
 class Associative(Kind):
     """N pairs and their queries at random places, which do not overlap.
 
-    A distance is drawn, then one of the places where it has room; where it has none, another distance is drawn. There is always room for some
-    distance while 6 N <= T: fewer than T / 3 spans of two tokens always leave two tokens free side by side.
+    A distance is drawn, then one of the places where it has room; where it has none, another distance is
+    drawn. There is always room for some distance while 6 N <= T: fewer than T / 3 spans of two tokens always
+    leave two tokens free side by side.
     """
 
     def place(self, count: int, rng: Generator) -> Placement:
@@ -152,7 +160,9 @@ class Passkey(Kind):
 
 
 def draw_tokens(kind: Kind, words: Vocabulary, count: int, rng: Generator) -> tuple[Tensor, Placement]:
-    """Sequences (count, T + 1) and where their pairs and queries are: random fillers, different keys, and any values."""
+    """Sequences (count, T + 1) and where their pairs and queries are: random fillers, different keys, and any
+    values.
+    """
     placement = kind.place(count, rng)
     tokens = torch.randint(words.num_fillers, (count, kind.context_length + 1), generator=rng)
     keys = torch.rand(count, words.num_keys, generator=rng).argsort(1)[:, : kind.num_pairs] + words.first_key

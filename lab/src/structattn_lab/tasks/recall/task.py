@@ -23,7 +23,8 @@ from structattn_lab.tasks.base import Baseline, Batch, Split, Task, check_sizes_
 from structattn_lab.tasks.octaves import by_octave, octaves
 from structattn_lab.tasks.recall.sequences import Associative, Joined, Kind, Passkey, Vocabulary, draw_tokens
 
-# Sequences of an evaluation that are drawn, and given to the model, at a time: another number would give other sequences.
+# Sequences of an evaluation that are drawn, and given to the model, at a time: another number would give
+# other sequences.
 _CHUNK = 64
 _TOKENS_PER_PAIR = 6  # of the context, at least: see ``Associative``
 _SHORTEST = 8  # tokens of context for which near, middle and far differ
@@ -41,9 +42,10 @@ class RecallConfig:
     """The sequences and the model.
 
     Args:
-        kind: ``"associative"``: pairs of a key and a value at random places, and later each key once more, where the model is asked for the value;
-            ``"joined"``: the same, with each pair as one token, which is learned in much fewer steps;
-            or ``"passkey"``: one pair, always of the same key, which the last token asks for.
+        kind: ``"associative"``: pairs of a key and a value at random places, and later each key once more,
+            where the model is asked for the value; ``"joined"``: the same, with each pair as one token, which
+            is learned in much fewer steps; or ``"passkey"``: one pair, always of the same key, which the last
+            token asks for.
         context_length: T, tokens that the model sees.
         num_pairs: pairs of an associative sequence, of different keys.
         num_keys: different keys of associative sequences.
@@ -56,8 +58,9 @@ class RecallConfig:
         eval_sequences: fresh sequences of each evaluation.
 
     Raises:
-        ConfigError: an unknown kind, a number below 1, a context below 8 tokens or below 6 per pair, more pairs than keys, one value, heads that do
-            not divide the width, or an unknown form of rotary positions.
+        ConfigError: an unknown kind, a number below 1, a context below 8 tokens or below 6 per pair, more
+            pairs than keys, one value, heads that do not divide the width, or an unknown form of rotary
+            positions.
     """
 
     kind: str = "associative"
@@ -82,12 +85,14 @@ class RecallConfig:
         kind = self.sequences()
         if kind.num_pairs > kind.num_keys:
             raise ConfigError(
-                f"task.num_keys: expected at least {kind.num_pairs}, one for each pair (task.num_pairs), got {kind.num_keys}: raise it, or ask for "
+                f"task.num_keys: expected at least {kind.num_pairs}, one for each pair (task.num_pairs), got "
+                f"{kind.num_keys}: raise it, or ask for "
                 "fewer pairs"
             )
         if kind.num_pairs * _TOKENS_PER_PAIR > self.context_length:
             raise ConfigError(
-                f"task.num_pairs: expected at most {self.context_length // _TOKENS_PER_PAIR} in {self.context_length} tokens (task.context_length), "
+                f"task.num_pairs: expected at most {self.context_length // _TOKENS_PER_PAIR} in {self.context_length} "
+                "tokens (task.context_length), "
                 f"got {kind.num_pairs}: lower it, or give a context of at least {kind.num_pairs * _TOKENS_PER_PAIR}"
             )
         self.rotary_value()
@@ -112,8 +117,9 @@ class Answers(NamedTuple):
 class RecallTask(Task):
     """Mean cross entropy of the values that queries ask for, in nats.
 
-    Only these are trained and scored: everything else in a sequence is random, so that no model can predict it, and learning its frequencies
-    would only add noise to the gradients. The distance is counted from the value to the query: it is how far back attention must reach.
+    Only these are trained and scored: everything else in a sequence is random, so that no model can predict
+    it, and learning its frequencies would only add noise to the gradients. The distance is counted from the
+    value to the query: it is how far back attention must reach.
     """
 
     name = "recall"
@@ -135,8 +141,13 @@ class RecallTask(Task):
     def data_summary(self) -> dict[str, str]:
         kind, words = self.kind, self.words
         return {
-            "data": f"random sequences, drawn anew at each step: {words.num_keys} keys, {words.num_values} values, {words.num_fillers} fillers",
-            "sequence": f"{kind.context_length} tokens of context, {kind.num_pairs} of the keys asked for ({self.config.kind})",
+            "data": (
+                f"random sequences, drawn anew at each step: {words.num_keys} keys, {words.num_values} values, "
+                f"{words.num_fillers} fillers"
+            ),
+            "sequence": (
+                f"{kind.context_length} tokens of context, {kind.num_pairs} of the keys asked for ({self.config.kind})"
+            ),
             "distances": ", ".join(f"{name} {low} to {high}" for name, (low, high) in self.ranges().items()),
         }
 
@@ -162,8 +173,8 @@ class RecallTask(Task):
         """Fresh sequences, a function of (seed, step).
 
         Returns:
-            ``tokens`` (B, T + 1); ``queries`` (B, N), the positions of the keys that are asked for, whose answer is the token after each; and
-            ``distances`` (B, N) from the values to them.
+            ``tokens`` (B, T + 1); ``queries`` (B, N), the positions of the keys that are asked for, whose
+            answer is the token after each; and ``distances`` (B, N) from the values to them.
         """
         return self._sequences(batch_size, generator(self.name, "train", seed, step))
 
@@ -182,7 +193,9 @@ class RecallTask(Task):
         return self.config.context_length
 
     def ranges(self) -> dict[str, tuple[int, int]]:
-        """The first and last distance of ``near``, ``middle`` and ``far``: equal parts of the logarithms of 1 ... T - 2."""
+        """The first and last distance of ``near``, ``middle`` and ``far``: equal parts of the logarithms of 1
+        ... T - 2.
+        """
         longest = self.kind.longest
         ends = [math.floor(longest ** (i / 3) + 1e-9) for i in (1, 2)] + [longest]
         return dict(zip(_RANGES, zip([1, *(end + 1 for end in ends)], ends, strict=False), strict=True))
@@ -219,7 +232,9 @@ class RecallTask(Task):
         return scores
 
     def evaluate(self, model: nn.Module, split: Split) -> dict[str, float]:
-        """``nats_per_answer``, ``accuracy``, and ``accuracy_near``, ``_middle`` and ``_far`` (see ``ranges``; without a query there, left out)."""
+        """``nats_per_answer``, ``accuracy``, and ``accuracy_near``, ``_middle`` and ``_far`` (see ``ranges``;
+        without a query there, left out).
+        """
         return self._scores(self.answers(model, model, split))
 
     @torch.no_grad()
@@ -236,7 +251,8 @@ class RecallTask(Task):
         return self._scores(Answers(*map(torch.cat, zip(*found, strict=True))))
 
     def evaluate_cached(self, model: nn.Module, split: Split, chunk: int = 64) -> dict[str, float]:
-        """As ``evaluate``, with each sequence read through the key/value cache: the same numbers, up to rounding.
+        """As ``evaluate``, with each sequence read through the key/value cache: the same numbers, up to
+        rounding.
 
         Args:
             model: in eval mode.
@@ -252,7 +268,9 @@ class RecallTask(Task):
         return self._scores(self.answers(own, predict, split))
 
     def by_distance(self, model: nn.Module) -> dict[str, Any]:
-        """``accuracy_by_distance`` and ``loss_by_distance`` on the test split, by ``octaves`` of 1 ... T - 2."""
+        """``accuracy_by_distance`` and ``loss_by_distance`` on the test split, by ``octaves`` of 1 ... T -
+        2.
+        """
         nats, right, distances = self.answers(model, model, "test")
         longest, counts = self.kind.longest, torch.ones_like(nats)
         return {
@@ -266,7 +284,9 @@ class RecallTask(Task):
         return self.by_distance(model)
 
     def baselines(self) -> list[Baseline]:
-        """Guessing among all values; and where a sequence has several, among those that came before the query."""
+        """Guessing among all values; and where a sequence has several, among those that came before the
+        query.
+        """
         size = self.config.num_values
         shares = {"accuracy": 1 / size} | {f"accuracy_{name}": 1 / size for name in _RANGES}
         found = [Baseline(name="chance", metrics={self.metric: math.log(size)} | shares, note="guesses any value")]

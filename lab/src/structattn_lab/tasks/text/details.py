@@ -16,7 +16,9 @@ from structattn_lab.tasks.octaves import by_octave
 
 
 def positions_in_documents(documents: Tensor) -> Tensor:
-    """(B, T) numbers of documents to the position of each token in its document within the row, 1 for the first."""
+    """(B, T) numbers of documents to the position of each token in its document within the row, 1 for the
+    first.
+    """
     positions = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     begins = torch.zeros_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
@@ -32,8 +34,8 @@ def attention_by_distance(model: LanguageModel, spans: Sequence[Tensor]) -> list
         spans: (T,) tokens each, of any lengths.
 
     Returns:
-        For each layer one number per range of distances: itself, then the ``octaves`` of 1 ... the longest span - 1. They sum to 1.
-        Of a layer that is no ``Attention``, and may have no weights, an empty list.
+        For each layer one number per range of distances: itself, then the ``octaves`` of 1 ... the longest
+        span - 1. They sum to 1. Of a layer that is no ``Attention``, and may have no weights, an empty list.
     """
     length = max(map(len, spans))
     weighing = {

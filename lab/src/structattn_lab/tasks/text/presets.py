@@ -1,7 +1,8 @@
 """The presets of language modelling, from a minute on a laptop to the settings of the paper.
 
-Those with budgets or widths use muP and choose the learning rate of each attention, for each kind of positions, by the same sweep at a small
-width. Hours are those of the whole recipe on 2 CPU cores with ``--jobs 2``. None was run on a GPU.
+Those with budgets or widths use muP and choose the learning rate of each attention, for each kind of
+positions, by the same sweep at a small width. Hours are those of the whole recipe on 2 CPU cores with
+``--jobs 2``. None was run on a GPU.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from structattn_lab.settings.training import TrainingConfig
 from structattn_lab.tasks.cache_sizes import cache_map
 from structattn_lab.tasks.text.task import TextConfig
 
-# Learned positions, as in the paper, where part of what MLR gains is that it knows near from far; and RoPE, which knows it as well.
+# Learned positions, as in the paper, where part of what MLR gains is that it knows near from far; and RoPE,
+# which knows it as well.
 _POSITIONS = ("learned positions: task.rotary=", "RoPE: task.rotary=low_far")
 _HEAD_DIM = 64
 
@@ -142,7 +144,8 @@ _CACHE_MAP_GPU = replace(
 )
 
 _SMOKE = TextConfig(context_length=128, embed_dim=64, num_layers=2, eval_windows=64)
-# Long enough for levels to matter: standard attention with learned positions is then still at the loss of pairs of characters (2.6).
+# Long enough for levels to matter: standard attention with learned positions is then still at the loss of
+# pairs of characters (2.6).
 _DEMO = _plain(replace(_SMOKE, num_heads=2), 700, 8, ("standard", "mlr:16|8|4|4", "mlr:8|8|8|8,values=8|8|8|8"))
 
 PRESETS = {
@@ -152,35 +155,42 @@ PRESETS = {
     ),
     "demo": Preset(
         replace(_DEMO, training=replace(_DEMO.training, learning_rate=6e-3), seeds=2),
-        "1 MB of English text (PEPs), characters as tokens, context of 128, levels against standard attention, 700 steps, two seeds; two to four "
+        "1 MB of English text (PEPs), characters as tokens, context of 128, levels against standard attention, 700 "
+        "steps, two seeds; two to four "
         "minutes on 2 CPU cores",
     ),
     "smoke": Preset(
         _plain(_SMOKE, 500, 8, ("standard", "mlr:8|4|2|2", "window:32")),
-        "1 MB of English text (PEPs), characters as tokens, context of 128, three variants, 500 steps: tests that training runs, too short to "
+        "1 MB of English text (PEPs), characters as tokens, context of 128, three variants, 500 steps: tests that "
+        "training runs, too short to "
         "compare",
     ),
     "cache-map": Preset(
         _CACHE_MAP,
-        "context of 1,024, 18 variants by the size of their caches, equal compute, a learning rate each, five seeds; on 2 CPU cores with --jobs 2 "
+        "context of 1,024, 18 variants by the size of their caches, equal compute, a learning rate each, five seeds; "
+        "on 2 CPU cores with --jobs 2 "
         "two and a half hours (estimated: three seeds took about 100 minutes)",
     ),
     "cache-map-gpu": Preset(
         _CACHE_MAP_GPU,
-        "`cache-map` with ten times the parameters and a context of 4,096, for a text of 100 MB or more (--data): 2e17 FLOPs, two hours at 30 TFLOP/s (counted, "
+        "`cache-map` with ten times the parameters and a context of 4,096, for a text of 100 MB or more (--data): 2e17 "
+        "FLOPs, two hours at 30 TFLOP/s (counted, "
         "not run)",
     ),
     "scaling": Preset(
         _SCALING,
-        "scaling laws: four variants, learned positions and RoPE, widths 64 ... 384, three budgets of compute, two seeds; on 2 CPU cores 1.3 hours "
+        "scaling laws: four variants, learned positions and RoPE, widths 64 ... 384, three budgets of compute, two "
+        "seeds; on 2 CPU cores 1.3 hours "
         "for `--widths 64`, 3.6 for all (measured, in parts)",
     ),
     "methods": Preset(
         _METHODS,
-        "18 variants at width 128 and 1e12 training FLOPs, learned positions and RoPE, one seed; about 2 hours on 2 CPU cores (estimated)",
+        "18 variants at width 128 and 1e12 training FLOPs, learned positions and RoPE, one seed; about 2 hours on 2 "
+        "CPU cores (estimated)",
     ),
     "paper": Preset(
         _PAPER,
-        "the paper's models: widths 256 ... 768, context of 1,024, 100,000 steps; years on a CPU, weeks on a GPU (guessed from the FLOPs)",
+        "the paper's models: widths 256 ... 768, context of 1,024, 100,000 steps; years on a CPU, weeks on a GPU "
+        "(guessed from the FLOPs)",
     ),
 }

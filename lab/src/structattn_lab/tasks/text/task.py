@@ -49,18 +49,20 @@ class TextConfig:
     """The text and the model.
 
     Args:
-        data: the folder of a corpus from ``structattn data prepare text``; or a text file or a file of JSON lines (see ``Source``) of
-            newlines and printable ASCII, whose first 90 % of characters train, the next 5 % validate, the last 5 % test; empty: the packaged
-            excerpt. Made absolute.
+        data: the folder of a corpus from ``structattn data prepare text``; or a text file or a file of JSON
+            lines (see ``Source``) of newlines and printable ASCII, whose first 90 % of characters train, the
+            next 5 % validate, the last 5 % test; empty: the packaged excerpt. Made absolute.
         context_length: T, tokens of a window that predict the one after each.
         embed_dim: width of the model.
         num_layers: blocks of the model.
         num_heads: attention heads of a block.
         rotary: text form of rotary positions (see ``layers.rotary``); empty: learned positions.
-        eval_windows: most windows of each evaluation; fixed, spread evenly over the split, and not overlapping.
+        eval_windows: most windows of each evaluation; fixed, spread evenly over the split, and not
+            overlapping.
 
     Raises:
-        ConfigError: a number below 1, heads that do not divide the width, or an unknown form of rotary positions.
+        ConfigError: a number below 1, heads that do not divide the width, or an unknown form of rotary
+            positions.
     """
 
     data: str = ""
@@ -96,10 +98,11 @@ class TextConfig:
 
 
 class TextTask(Task):
-    """Mean cross entropy of the next token over fixed windows, in nats per character (or per byte, which is comparable between tokenizers).
+    """Mean cross entropy of the next token over fixed windows, in nats per character (or per byte, which is
+    comparable between tokenizers).
 
-    Where a window of a corpus holds several documents they are packed: no token attends to another document, positions start at 0 in
-    each, and the first token of a document is not predicted.
+    Where a window of a corpus holds several documents they are packed: no token attends to another document,
+    positions start at 0 in each, and the first token of a document is not predicted.
     """
 
     name = "text"
@@ -123,12 +126,14 @@ class TextTask(Task):
         for name, part in self.splits.items():
             if part.num_documents == len(part) > 1:
                 raise DataError(
-                    f"{source}: expected documents of more than one token, got {len(part)} of one token for {name}: there is nothing to predict"
+                    f"{source}: expected documents of more than one token, got {len(part)} of one token for {name}: "
+                    "there is nothing to predict"
                 )
             if len(part) <= config.context_length:
                 units = {"char": "characters", "byte": "bytes", "token": "tokens"}[self.tokenizer.unit]
                 raise DataError(
-                    f"{source}: expected more than {config.context_length} {units} in each split (task.context_length), got "
+                    f"{source}: expected more than {config.context_length} {units} in each split "
+                    "(task.context_length), got "
                     f"{len(part)} of {sum(map(len, self.splits.values()))} for {name}. Give a text of at least "
                     f"{20 * (config.context_length + 1)} {units}, or a shorter context"
                 )
@@ -156,8 +161,8 @@ class TextTask(Task):
         return {"tokenizer": self.tokenizer.description()}
 
     def batch(self, seed: int, step: int, batch_size: int) -> Batch:
-        """Windows of T + 1 tokens at random positions of the training text, a function of (seed, step); where one of them holds several
-        documents, also their numbers."""
+        """Windows of T + 1 tokens at random positions of the training text, a function of (seed, step); where
+        one of them holds several documents, also their numbers."""
         text, length = self.splits["train"], self.config.context_length + 1
         starts = torch.randint(
             len(text) - length + 1, (batch_size,), generator=generator(self.name, "train", seed, step)
@@ -165,8 +170,8 @@ class TextTask(Task):
         return _as_batch(text.windows(starts, length))
 
     def loss(self, model: nn.Module, batch: Batch, step: int) -> Tensor:
-        """Mean cross entropy of tokens 2 ... T + 1 of each window. Those that begin a document count as 0, so that the mean
-        over micro-batches is that of the batch."""
+        """Mean cross entropy of tokens 2 ... T + 1 of each window. Those that begin a document count as 0, so
+        that the mean over micro-batches is that of the batch."""
         return _mean_of_batch(batch, *_predictions(model, batch))
 
     def loss_of_shard(self, model: nn.Module, batch: Batch, step: int, mesh: DeviceMesh) -> Tensor:
@@ -196,7 +201,8 @@ class TextTask(Task):
 
     @torch.no_grad()
     def evaluate_cached(self, model: nn.Module, split: Split, chunk: int = 64) -> dict[str, float]:
-        """As ``evaluate``, with each document of each window read through the key/value cache: the same number, up to rounding.
+        """As ``evaluate``, with each document of each window read through the key/value cache: the same
+        number, up to rounding.
 
         Args:
             model: in eval mode.
@@ -224,7 +230,8 @@ class TextTask(Task):
             nats, units = Processes(mesh).summed(torch.tensor([nats, units], dtype=torch.float64)).tolist()
         if not units:
             raise DataError(
-                "expected text to score, got windows in which every token begins a document: give documents of more than one token, or "
+                "expected text to score, got windows in which every token begins a document: give documents of more "
+                "than one token, or "
                 "more task.eval_windows"
             )
         return nats / units
@@ -234,8 +241,9 @@ class TextTask(Task):
         """What the model does with its context, on the test windows, by ``octaves`` of 1 ... T.
 
         Returns:
-            ``loss_by_position``: the metric by the position in the document; ``attention_by_distance``: for each layer the shares of the token
-            itself and of each range of distances, on four of the longest spans.
+            ``loss_by_position``: the metric by the position in the document; ``attention_by_distance``: for
+            each layer the shares of the token itself and of each range of distances, on four of the longest
+            spans.
         """
         length = self.config.context_length
         losses, sizes, positions, spans = [], [], [], []
@@ -256,8 +264,8 @@ class TextTask(Task):
         }
 
     def baselines(self) -> list[Baseline]:
-        """Frequencies of tokens, and where there are few different ones of pairs, in the training text (its first 2^25 tokens), each
-        count raised by one, on the test windows."""
+        """Frequencies of tokens, and where there are few different ones of pairs, in the training text (its
+        first 2^25 tokens), each count raised by one, on the test windows."""
         size = self.tokenizer.vocab_size
         counts_pairs = size <= _LARGEST_PAIR_TABLE
         single = np.ones(size, dtype=np.int64)
@@ -304,8 +312,8 @@ def _mean_of_batch(batch: Batch, logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _predictions(model: nn.Module, batch: Batch, mesh: DeviceMesh | None = None) -> tuple[Tensor, Tensor]:
-    """Logits (N, V) and targets (N,) of all tokens of all windows but the first of each; targets that begin a document are ``_NONE``. Of a mesh whose
-    processes divide the sequences, those of this process."""
+    """Logits (N, V) and targets (N,) of all tokens of all windows but the first of each; targets that begin a
+    document are ``_NONE``. Of a mesh whose processes divide the sequences, those of this process."""
     tokens, documents = batch["tokens"], batch.get("documents")
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     options: dict[str, Any] = {}

@@ -1,6 +1,8 @@
-"""A trained language model of transformers gets a smaller key/value cache, and is trained further with the original as its teacher.
+"""A trained language model of transformers gets a smaller key/value cache, and is trained further with the
+original as its teacher.
 
-The model (the teacher) is any decoder that ``structurize`` knows; the student is a copy of it with other attention. Needs the extra ``hf``.
+The model (the teacher) is any decoder that ``structurize`` knows; the student is a copy of it with other
+attention. Needs the extra ``hf``.
 """
 
 from structattn_lab.tasks.uptraining.presets import PRESETS

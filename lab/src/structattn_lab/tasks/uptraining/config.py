@@ -21,22 +21,27 @@ class UptrainConfig:
     """The trained model, its text, and what the student learns from.
 
     Args:
-        model: the teacher: a folder that ``save_pretrained`` of transformers wrote, or the name of a model on the hub. ``"random"``: a small
-            Llama with new weights, to try the command out (a folder of that name is ``./random``). It must be given.
-        data: the folder of a corpus with the tokens of the model, from ``structattn data prepare text --tokens model``. Made absolute. Empty:
-            the packaged excerpt, in characters, which needs a model of at least 96 tokens.
+        model: the teacher: a folder that ``save_pretrained`` of transformers wrote, or the name of a model on
+            the hub. ``"random"``: a small Llama with new weights, to try the command out (a folder of that
+            name is ``./random``). It must be given.
+        data: the folder of a corpus with the tokens of the model, from
+            ``structattn data prepare text --tokens model``. Made absolute. Empty: the packaged excerpt, in
+            characters, which needs a model of at least 96 tokens.
         context_length: T, tokens of a window that predict the one after each.
-        rotary_split: which rotary pairs level 1 gets, see ``structurize``. With ``"calibrated"`` a spec without a scaling has the one that this needs,
-            ``standard``.
+        rotary_split: which rotary pairs level 1 gets, see ``structurize``. With ``"calibrated"`` a spec
+            without a scaling has the one that this needs, ``standard``.
         calibration_windows: windows of the training text by which the teacher is calibrated.
-        attention_steps: the first steps train attention alone: each layer gets the teacher's inputs and learns the teacher's outputs.
-        distillation: weight of the Kullback-Leibler divergence from the teacher's predictions in the loss of all later steps; the
-            cross entropy of the text has the rest. 0: the teacher is not asked.
-        lora_rank: train low-rank adapters of this rank on the projections of attention instead of all weights; they are merged when the model
-            is saved. 0: all weights.
+        attention_steps: the first steps train attention alone: each layer gets the teacher's inputs and
+            learns the teacher's outputs.
+        distillation: weight of the Kullback-Leibler divergence from the teacher's predictions in the loss of
+            all later steps; the cross entropy of the text has the rest. 0: the teacher is not asked.
+        lora_rank: train low-rank adapters of this rank on the projections of attention instead of all
+            weights; they are merged when the model is saved. 0: all weights.
         eval_windows: most windows of each evaluation, spread evenly over the split.
-        recall_tokens: random tokens of a passage that comes twice in a window, for the score of recall by distance.
-        recall_text: the passage instead, with ``{}`` for what is looked up, such as ``"The pass key is {}."``.
+        recall_tokens: random tokens of a passage that comes twice in a window, for the score of recall by
+            distance.
+        recall_text: the passage instead, with ``{}`` for what is looked up, such as
+            ``"The pass key is {}."``.
         recall_values: what ``{}`` may be, at least two words with spaces between, of equally many tokens.
 
     Raises:
@@ -71,6 +76,6 @@ class UptrainConfig:
             raise ConfigError("task.recall_text and task.recall_values belong together: give both or none")
         if self.recall_text and ("{}" not in self.recall_text or len(set(self.recall_values.split())) < 2):
             raise ConfigError(
-                f"expected a task.recall_text with {{}} and at least two words as task.recall_values, got {quoted(self.recall_text)} and "
-                f"{quoted(self.recall_values)}"
+                "expected a task.recall_text with {} and at least two words as task.recall_values, got "
+                f"{quoted(self.recall_text)} and {quoted(self.recall_values)}"
             )

@@ -1,4 +1,6 @@
-"""What healing brings: the loss against tokens with the teacher's line, loss by position, and recall by distance."""
+"""What healing brings: the loss against tokens with the teacher's line, loss by position, and recall by
+distance.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,10 @@ def _teacher(record: ComparisonRecord, variant: str | None) -> Any:
 
 def healing(record: ComparisonRecord) -> Drawing | None:
     """Validation loss above the teacher's against the tokens of training, from the student as it was made."""
-    caption = "From the student as it was made (0 tokens) to the healed one; dotted, the teacher. Where it reaches beyond 0.2, the axis is logarithmic above 0.1."
+    caption = (
+        "From the student as it was made (0 tokens) to the healed one; dotted, the teacher. Where it reaches beyond "
+        "0.2, the axis is logarithmic above 0.1."
+    )
     label = "validation loss above the teacher's, nats per token"
     drawing = _against_tokens(record, record.metric, label, caption, "Healing.", is_above_teacher=True)
     if drawing is not None:
@@ -43,7 +48,9 @@ def healing(record: ComparisonRecord) -> Drawing | None:
 
 
 def _mark_losses(panels: Sequence[Axes]) -> None:
-    """One axis of losses for all panels: logarithmic where students lose much and little, with three marks at least."""
+    """One axis of losses for all panels: logarithmic where students lose much and little, with three marks at
+    least.
+    """
     values = [float(y) for ax in panels for line in ax.lines for y in np.asarray(line.get_ydata())]
     room = 0.05 * max(max(values) - min(values), 0.01)
     low, high = min(values) - room, max(values) + room
@@ -58,7 +65,9 @@ def _mark_losses(panels: Sequence[Axes]) -> None:
 
 
 def recall_healing(record: ComparisonRecord) -> Drawing | None:
-    """Recall at the longest distance against the tokens of training, on the validation split; a line for the teacher."""
+    """Recall at the longest distance against the tokens of training, on the validation split; a line for the
+    teacher.
+    """
     far = _farthest(record)
     if far is None:
         return None
@@ -154,7 +163,8 @@ class Healed:
     Attributes:
         spec, variant: of the row.
         losses: nats per token, of the original, and of the student before and after training.
-        recalls: the shares of right guesses at the longest distance, of the same three; ``None`` where it was not measured.
+        recalls: the shares of right guesses at the longest distance, of the same three; ``None`` where it was
+            not measured.
         distance: that distance, in tokens.
         cache_bytes: of the original and of the student, at full context.
         decode_ms: milliseconds of a token there, of the same two; ``None`` where it was not measured.
@@ -199,7 +209,9 @@ def healed_rows(record: ComparisonRecord) -> list[Healed]:
 
 
 def recovered(losses: tuple[float, float, float]) -> str:
-    """The share of the loss of one student that training won back, in words: a dash where nothing was lost."""
+    """The share of the loss of one student that training won back, in words: a dash where nothing was
+    lost.
+    """
     teacher, before, after = losses
     if before - teacher < _LOST:
         return DASH
@@ -235,9 +247,12 @@ def costs(record: ComparisonRecord) -> Table | None:
         words=("setting", "attention"),
         title="Cost and quality, beside the original model",
         notes=(
-            "cache bytes: at full context; ms per token: of decoding there, on this machine, one prompt. loss: on the validation split, nats per token; "
-            "before, after: that of the student minus that of the original, before and after training. recovered: the share of the loss before "
-            f"training that training won back; {DASH}: nothing was lost; all: the loss is that of the original or below."
+            "cache bytes: at full context; ms per token: of decoding there, on this machine, one prompt. loss: on the "
+            "validation split, nats per token; "
+            "before, after: that of the student minus that of the original, before and after training. recovered: the "
+            "share of the loss before "
+            f"training that training won back; {DASH}: nothing was lost; all: the loss is that of the original or "
+            "below."
             + (
                 f" recall: the share of right guesses {distance} tokens after the first passage."
                 if distance is not None

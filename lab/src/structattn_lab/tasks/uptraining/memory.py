@@ -10,7 +10,9 @@ from structattn_lab.tasks.decode_time import NUM_STEPS, median_ms
 
 
 def _cache_of(model: Any, tokens: Tensor, room: int) -> Any:
-    """The cache after a prompt, with a capacity of ``room`` tokens: of structured attention a compressed one, else that of the model."""
+    """The cache after a prompt, with a capacity of ``room`` tokens: of structured attention a compressed one,
+    else that of the model.
+    """
     from structattn.integrations.transformers import level_cache
     from structattn.integrations.transformers.caches import CACHE
     from structattn.integrations.transformers.families import StructurizedModel
@@ -21,7 +23,9 @@ def _cache_of(model: Any, tokens: Tensor, room: int) -> Any:
 
 
 def cache_bytes(model: Any, tokens: Tensor, mask: Tensor | None) -> int:
-    """Bytes that the cache of the tokens of one prompt, (1, T), needs at its end: of the rows that a mask shows to the last token."""
+    """Bytes that the cache of the tokens of one prompt, (1, T), needs at its end: of the rows that a mask
+    shows to the last token.
+    """
     cache = _cache_of(model, tokens, tokens.shape[1])
     if hasattr(cache, "nbytes"):
         return int(cache.nbytes)

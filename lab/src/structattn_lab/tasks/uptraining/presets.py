@@ -31,7 +31,8 @@ _RESULT = replace(
         eval_windows=32,
         recall_text="\nThe key is {}.\n",
         recall_values=(
-            "with this that from will have which would should other when also used using some only code class type call name file list "
+            "with this that from will have which would should other when also used using some only code class type "
+            "call name file list "
             "return module Python function object string value"
         ),
     ),
@@ -43,7 +44,8 @@ _RESULT = replace(
 PRESETS = {
     "default": Preset(
         _SMALL,
-        "four times smaller keys and values, 100 steps of 2,048 tokens, the first 80 on attention alone; needs task.model",
+        "four times smaller keys and values, 100 steps of 2,048 tokens, the first 80 on attention alone; needs "
+        "task.model",
     ),
     "result": Preset(
         _RESULT,

@@ -30,7 +30,9 @@ class Passages(Protocol):
 
 @dataclass(frozen=True)
 class RandomPassages:
-    """Tokens drawn from ``vocab``, so that nothing but the first passage tells them: frequent ones come more often."""
+    """Tokens drawn from ``vocab``, so that nothing but the first passage tells them: frequent ones come more
+    often.
+    """
 
     vocab: Tensor
     size: int
@@ -60,7 +62,8 @@ class KnownPassages:
         odd = next((value for value, row in zip(values, tokens, strict=True) if len(row) != len(tokens[0])), None)
         if odd is not None:
             raise ConfigError(
-                f"task.recall_values: expected values of equally many tokens, got {odd!r}, of another number than {values[0]!r}: give others"
+                f"task.recall_values: expected values of equally many tokens, got {odd!r}, of another number than "
+                f"{values[0]!r}: give others"
             )
         if len({tuple(row) for row in tokens}) < 2:
             raise ConfigError(
@@ -77,7 +80,9 @@ class KnownPassages:
 
 
 def distances(context_length: int, size: int) -> list[int]:
-    """Powers of two from the length of a passage to the longest distance at which both passages fit into the context."""
+    """Powers of two from the length of a passage to the longest distance at which both passages fit into the
+    context.
+    """
     found = []
     distance = 1
     while distance + size <= context_length:

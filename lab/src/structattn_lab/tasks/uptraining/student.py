@@ -37,7 +37,9 @@ class Student(nn.Module):
         without_copies(self)
 
     def forward(self, tokens: Tensor, attention_inputs: list[Tensor] | None = None) -> tuple[Tensor, list[Tensor]]:
-        """Logits (B, T, V) of tokens (B, T), and where attention gets these inputs, its outputs in each layer."""
+        """Logits (B, T, V) of tokens (B, T), and where attention gets these inputs, its outputs in each
+        layer.
+        """
         mask = self.form.mask(tokens.shape[1])
         options = {} if mask is None else {"attention_mask": mask.to(tokens.device).expand(len(tokens), 1, -1, -1)}
         if attention_inputs is None:
@@ -47,8 +49,8 @@ class Student(nn.Module):
         return logits, found.outputs
 
     def flops_per_example(self) -> int:
-        """Forward FLOPs of a window, 2 per multiply-add: of all weights but embeddings, and of scores and values of all causal pairs. What
-        levels save is not subtracted."""
+        """Forward FLOPs of a window, 2 per multiply-add: of all weights but embeddings, and of scores and
+        values of all causal pairs. What levels save is not subtracted."""
         config = self.model.config
         embeddings = {id(module.weight) for module in self.model.modules() if isinstance(module, nn.Embedding)}
         weights = sum(p.numel() for p in self.model.parameters() if id(p) not in embeddings and p.dim() > 1)

@@ -31,7 +31,9 @@ class StudentForm(Protocol):
         """Changes a copy of the teacher, for contexts of ``length`` tokens; may be done in place."""
 
     def mask(self, length: int) -> Tensor | None:
-        """The pairs that see each other, (T, T) of bool, true where a query may see a key; ``None``: all earlier tokens."""
+        """The pairs that see each other, (T, T) of bool, true where a query may see a key; ``None``: all
+        earlier tokens.
+        """
 
     def describe(self) -> str:
         """In words, for tables."""
@@ -46,7 +48,8 @@ class _SeesAll:
 class Structured(_SeesAll):
     """Levels of the ranks that a spec gives, see ``structurize``.
 
-    A spec with the default scaling gets that of the trained scores, ``standard``, where the split is calibrated: it needs that.
+    A spec with the default scaling gets that of the trained scores, ``standard``, where the split is
+    calibrated: it needs that.
     """
 
     specs: LayerSpecs
@@ -57,8 +60,8 @@ class Structured(_SeesAll):
         return _structurized(model, str(LayerSpecs(pattern)), calibrate, split, length)
 
     def check(self, model: Any, length: int) -> None:
-        """Raises ``ConfigError`` unless the specs keep trained weights, and the ranks sum to the dimensions of the heads of a model, which may be
-        on the meta device."""
+        """Raises ``ConfigError`` unless the specs keep trained weights, and the ranks sum to the dimensions
+        of the heads of a model, which may be on the meta device."""
         from structattn.integrations.transformers.discovery import find_attention
         from structattn.integrations.transformers.variant import trained_spec
 
@@ -103,7 +106,8 @@ class Compressed(_SeesAll):
 
 @dataclass(frozen=True)
 class SharedHeads(_SeesAll):
-    """Grouped-query attention: key and value heads are averaged in groups (Ainslie et al. 2023, arXiv 2305.13245).
+    """Grouped-query attention: key and value heads are averaged in groups (Ainslie et al. 2023, arXiv
+    2305.13245).
 
     Args:
         count: key and value heads that are left.
@@ -116,7 +120,8 @@ class SharedHeads(_SeesAll):
         heads = getattr(old, "num_key_value_heads", None)
         if heads is None or heads % self.count:
             raise ConfigError(
-                f"heads:{self.count} averages groups of equal size of the key and value heads of a model, and {type(model).__name__} has {heads}"
+                f"heads:{self.count} averages groups of equal size of the key and value heads of a model, and "
+                f"{type(model).__name__} has {heads}"
             )
         config = copy.deepcopy(old)
         config.num_key_value_heads = self.count
@@ -131,7 +136,8 @@ class SharedHeads(_SeesAll):
             shared.load_state_dict(weights)
         except RuntimeError as error:
             raise ConfigError(
-                f"heads:{self.count} needs a model with k_proj and v_proj in each layer, which {type(model).__name__} has not"
+                f"heads:{self.count} needs a model with k_proj and v_proj in each layer, which {type(model).__name__} "
+                "has not"
             ) from error
         return shared
 
@@ -164,7 +170,8 @@ class Window:
             ) from error
         if not torch.allclose(last[0], last[1], rtol=1e-3, atol=1e-3 * float(last.abs().max())):
             raise ConfigError(
-                f"recent:{self.size} hides pairs of tokens, and in {type(model).__name__} a token passes on more than attention does"
+                f"recent:{self.size} hides pairs of tokens, and in {type(model).__name__} a token passes on more than "
+                "attention does"
             )
         return model
 
@@ -198,7 +205,10 @@ def _of_trained_scores(spec: AttentionSpec) -> AttentionSpec:
 def ranks_hint(head_dim: int, value_dim: int) -> str:
     """What to write for a model with these heads, in words."""
     keys, values = ("|".join(str(dim // part) for part in (2, 4, 4)) for dim in (head_dim, value_dim))
-    return f"Heads of this model have {head_dim} dimensions: write mlr:{keys}, and values={values} for smaller values too, or others of these sums"
+    return (
+        f"Heads of this model have {head_dim} dimensions: write mlr:{keys}, and values={values} for smaller values "
+        "too, or others of these sums"
+    )
 
 
 FORMS: dict[str, tuple[Form, type[Any]]] = {
@@ -251,7 +261,9 @@ def student_form(text: str) -> StudentForm:
 
 
 def check_student(text: str, config: Any, length: int) -> None:
-    """Raises ``ConfigError`` unless a text names a student of models with a config of transformers, before their weights are read."""
+    """Raises ``ConfigError`` unless a text names a student of models with a config of transformers, before
+    their weights are read.
+    """
     try:
         form = student_form(text)
     except ConfigError as error:

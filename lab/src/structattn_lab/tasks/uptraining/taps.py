@@ -26,8 +26,8 @@ def tapped(layers: Sequence[nn.Module], inputs: Sequence[Tensor] | None = None) 
 
     Args:
         layers: attention modules of transformers.
-        inputs: what they get in place of their own inputs, which are added with a weight of 0: so every weight has a gradient, as DDP
-            expects. Default: their own.
+        inputs: what they get in place of their own inputs, which are added with a weight of 0: so every
+            weight has a gradient, as DDP expects. Default: their own.
 
     Raises:
         ConfigError: a layer takes its input in a way that is not known.
@@ -47,7 +47,8 @@ def tapped(layers: Sequence[nn.Module], inputs: Sequence[Tensor] | None = None) 
                 found.inputs.append(new)
                 return args, kwargs | {"hidden_states": new}
             raise ConfigError(
-                f"{type(module).__name__} takes its input neither as its first argument nor as hidden_states: set task.attention_steps=0, "
+                f"{type(module).__name__} takes its input neither as its first argument nor as hidden_states: set "
+                "task.attention_steps=0, "
                 "which trains on predictions alone"
             )
 

@@ -41,7 +41,8 @@ class UptrainTask(Task):
 
     Raises:
         MissingDependencyError: transformers is not installed.
-        ConfigError: no model is given, it cannot be loaded or structurized, or it has fewer positions than a window.
+        ConfigError: no model is given, it cannot be loaded or structurized, or it has fewer positions than a
+            window.
         DataError: the corpus is too short for one window, or has other tokens than the model.
     """
 
@@ -55,13 +56,17 @@ class UptrainTask(Task):
     question = "How much of a trained model's quality does a smaller key/value cache keep?"
     scores_before_training = True
     baselines_title = "The original model"
-    baselines_note = "The original model is scored as it was given, on the same windows; its bytes and its time of a token are in the table of costs."
+    baselines_note = (
+        "The original model is scored as it was given, on the same windows; its bytes and its time of a token are in "
+        "the table of costs."
+    )
 
     def __init__(self, config: UptrainConfig) -> None:
         super().__init__(config)
         if not config.model:
             raise ConfigError(
-                f"uptraining needs a trained model: --set task.model=FOLDER, or --set task.model={RANDOM}, a small Llama with new weights, to try "
+                f"uptraining needs a trained model: --set task.model=FOLDER, or --set task.model={RANDOM}, a small "
+                "Llama with new weights, to try "
                 "the command out"
             )
         if config.model != RANDOM:
@@ -72,7 +77,8 @@ class UptrainTask(Task):
         for name, part in self.splits.items():
             if len(part) <= config.context_length:
                 raise DataError(
-                    f"{source}: expected more than {config.context_length} tokens in each split (task.context_length), got {len(part)} for "
+                    f"{source}: expected more than {config.context_length} tokens in each split (task.context_length), "
+                    f"got {len(part)} for "
                     f"{name}. Give more text, or a shorter context"
                 )
         _ = self.passages  # wrong settings are an error before hours of training
@@ -151,7 +157,9 @@ class UptrainTask(Task):
         return {"tokens": text.windows(starts, length).tokens}
 
     def loss(self, model: nn.Module, batch: Batch, step: int) -> Tensor:
-        """At first the errors of the attention outputs, then (1 - w) cross entropy + w KL(teacher || student)."""
+        """At first the errors of the attention outputs, then (1 - w) cross entropy + w KL(teacher ||
+        student).
+        """
         tokens = batch["tokens"]
         inputs, targets = tokens[:, :-1], tokens[:, 1:].flatten()
         weight = self.config.distillation
@@ -189,7 +197,8 @@ class UptrainTask(Task):
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, split: Split) -> dict[str, float]:
-        """``nats_per_token`` and ``recall_D``, the share of right guesses at distance D: of the longest one, on 32 windows at most.
+        """``nats_per_token`` and ``recall_D``, the share of right guesses at distance D: of the longest one,
+        on 32 windows at most.
 
         On the test split ``recall_D`` is of all distances and windows, and ``kl_to_teacher`` is there too.
         """
@@ -220,7 +229,9 @@ class UptrainTask(Task):
 
     @cached_property
     def passages(self) -> Passages:
-        """What is looked up: the passages of the settings, or random tokens, as frequent as in the test text."""
+        """What is looked up: the passages of the settings, or random tokens, as frequent as in the test
+        text.
+        """
         config = self.config
         if config.recall_text:
             values = config.recall_values.split()
@@ -245,7 +256,9 @@ class UptrainTask(Task):
 
     @torch.no_grad()
     def details(self, model: nn.Module) -> dict[str, Any]:
-        """``octaves`` and ``loss_by_position`` in nats, ``cache_bytes`` at full context, ``decode_ms`` of a token there."""
+        """``octaves`` and ``loss_by_position`` in nats, ``cache_bytes`` at full context, ``decode_ms`` of a
+        token there.
+        """
         student = cast(Student, model)
         return self._details(_predictor(student), student.model, student.form.mask(self.config.context_length))
 

@@ -39,7 +39,8 @@ def checked_config(source: str, context_length: int, name: str = "task.context_l
 
     Raises:
         MissingDependencyError: transformers is not installed.
-        ConfigError: there is no such model, it is structurized already, or it has fewer positions than a window.
+        ConfigError: there is no such model, it is structurized already, or it has fewer positions than a
+            window.
     """
     found = check_source(source)  # before transformers is imported, which takes seconds
     from structattn.integrations.transformers import StructAttnConfig
@@ -48,12 +49,14 @@ def checked_config(source: str, context_length: int, name: str = "task.context_l
     config = source_config(found)
     if isinstance(config, StructAttnConfig | StructurizedConfig):
         raise ConfigError(
-            f"{quoted(source)} is structurized already: give the original model, with its own weights (the model card of this one names it)"
+            f"{quoted(source)} is structurized already: give the original model, with its own weights (the model card "
+            "of this one names it)"
         )
     positions = positions_of(config)
     if positions is not None and context_length > positions:
         raise ConfigError(
-            f"{name}: expected at most {positions:,}, the positions of the model (max_position_embeddings), got {context_length:,}"
+            f"{name}: expected at most {positions:,}, the positions of the model (max_position_embeddings), got "
+            f"{context_length:,}"
         )
     return config
 
@@ -62,8 +65,8 @@ class Teacher:
     """A plain model of transformers in eval mode whose weights stay as they are.
 
     Args:
-        source: a folder or a name on the hub that ``checked_config`` accepts; ``"random"``: a small Llama with new weights, the same in every
-            process.
+        source: a folder or a name on the hub that ``checked_config`` accepts; ``"random"``: a small Llama
+            with new weights, the same in every process.
         vocab_size: of that new one.
 
     Attributes:
@@ -133,7 +136,8 @@ def _loaded(source: str) -> Any:
         ) from error
     if report["missing_keys"] or report["mismatched_keys"]:
         raise ConfigError(
-            f"task.model={quoted(source)} has not all weights of a {type(model).__name__}: {shortened(', '.join(map(str, report['missing_keys'])))} "
+            f"task.model={quoted(source)} has not all weights of a {type(model).__name__}: "
+            f"{shortened(', '.join(map(str, report['missing_keys'])))} "
             "are missing: give a whole model"
         )
     return model

@@ -278,8 +278,8 @@ class Contents:
                 self._check_held(name, store, level, x.shape[3], first, row, pad)
             store.set_pages((store.page_type.of(x),))
             store.lost = list(firsts)
-        if found := next(self._lost(length), None):
-            level, needed, first = found
+        if missing := next(self._lost(length), None):
+            level, needed, first = missing
             raise CheckpointError(
                 f"level {level.number} needs the positions from {needed} on, and keeps those from {first} on"
             )
@@ -675,8 +675,8 @@ class Contents:
                 start = level.start(last, row)
                 first = max(self._oldest(store, level, row, pad), 0)
                 if first <= last:
-                    found = store.read(batch, first, last + 1, start)
-                    past[batch, :, first + pad : count, dim : dim + store.dim] = found.transpose(2, 3)
+                    numbers = store.read(batch, first, last + 1, start)
+                    past[batch, :, first + pad : count, dim : dim + store.dim] = numbers.transpose(2, 3)
             dim += store.dim
         return torch.cat([past, new], dim=2)
 

@@ -81,8 +81,8 @@ class _Scattered:
         total.scatter_add_(3, self.index[:, None, None].expand_as(value), value)
 
     def take(self, x: Tensor) -> Tensor:
-        found = x.gather(3, self.index[:, None, None].expand(*x.shape[:3], -1))
-        return found.masked_fill(~self.counts[:, None, None], 0.0)
+        columns = x.gather(3, self.index[:, None, None].expand(*x.shape[:3], -1))
+        return columns.masked_fill(~self.counts[:, None, None], 0.0)
 
 
 class Columns:
@@ -168,7 +168,7 @@ class Columns:
         """A number for each number of shared levels, spread over the columns: by slices, or (B, 1, 1, N)."""
         starts = [self.starts(level) for level in self.softmax.levels]
         if len(self.positions) == 1:
-            edges = [max(0, found[0]) for found in starts] + [self.count]
+            edges = [max(0, of_rows[0]) for of_rows in starts] + [self.count]
             return [(slice(a, b), value) for a, b, value in zip(edges, edges[1:], values, strict=False) if b > a]
         key = tuple(values), like.dtype
         if key not in self._spread:
@@ -290,15 +290,17 @@ def _alike(q: Tensor, view: KeyValueView, options: ScoreTerms) -> Tensor:
         score: Tensor | None = None
         previous = 1.0
         for first, block, of_count in zip(starts, blocks, softmax.layout.score_factors(options.scale)[1], strict=True):
-            own, spans = next(queries), next(stores).spans(first, end, block)
+            level_query, spans = next(queries), next(stores).spans(first, end, block)
             if score is None:
-                score = _joined([torch.bmm(own, span.page.numbers(span.slot, span.size, q.dtype)) for span in spans])
+                score = _joined(
+                    [torch.bmm(level_query, span.page.numbers(span.slot, span.size, q.dtype)) for span in spans]
+                )
             else:
                 for span in spans:
                     # Far cheaper for one row than baddbmm; what a level adds changes the scale of the sum so far.
-                    found = torch.bmm(own, span.page.numbers(span.slot, span.size, q.dtype))
+                    added = torch.bmm(level_query, span.page.numbers(span.slot, span.size, q.dtype))
                     columns = score.narrow(2, span.offset + first - low, span.size)
-                    torch.add(found, columns, alpha=of_count / previous if previous else 1.0, out=columns)
+                    torch.add(added, columns, alpha=of_count / previous if previous else 1.0, out=columns)
             previous = of_count
         assert score is not None
         options.finish(score.view(batch, heads, tokens, -1))
@@ -344,18 +346,18 @@ def attention(q: Tensor, view: KeyValueView, options: ScoreTerms) -> Tensor:
     value_heads = view.values[0][0].heads
     stores, out = iter(view.keys), None
     for softmax in view.softmaxes:
-        own = view.keys if view.latent is not None else [next(stores) for _ in softmax.levels]
-        weight, columns = _weights(q, view, softmax, own, options)
+        keys = view.keys if view.latent is not None else [next(stores) for _ in softmax.levels]
+        weight, columns = _weights(q, view, softmax, keys, options)
         weight = weight.view(batch, value_heads, -1, columns.count)
         sums = []
         for store, level in view.values:
             total = None
             for (page,), target in columns.spans([store], level):
-                found = product(target.take(weight), page.transpose(2, 3))
-                total = found if total is None else total + found
+                weighed = product(target.take(weight), page.transpose(2, 3))
+                total = weighed if total is None else total + weighed
             assert total is not None
             sums.append(total)
-        found = sums[0] if len(sums) == 1 else torch.cat(sums, dim=3)
-        out = found if out is None else out + found
+        values = sums[0] if len(sums) == 1 else torch.cat(sums, dim=3)
+        out = values if out is None else out + values
     assert out is not None
     return out.view(batch, heads, tokens, -1).to(kind)

@@ -313,9 +313,9 @@ class LevelCache(OneLayerCache):
         if is_broken and self._kept_length() != num_past and self._before is not None:
             self._take_back()
             self._count.tokens = counted
-        if (found := self._kept_length()) != num_past:
+        if (length := self._kept_length()) != num_past:
             raise CacheError(
-                f"the cache holds {found} tokens, and the compiled program counts {num_past} before the new ones: a call of the model broke off, "
+                f"the cache holds {length} tokens, and the compiled program counts {num_past} before the new ones: a call of the model broke off, "
                 "or a layer was used without the others; reset() it and give all tokens again"
             )
         self._count.tokens = num_past
@@ -418,15 +418,15 @@ class LevelCache(OneLayerCache):
         """The contents, if the tokens fit them, made for the first ones; with queries they come with ``options``."""
         if options is not None:
             check_tensor("q", q)
-        found = checked_shape(q, k, v, self.latent)
-        check_layout_of_call(layout, self.text, self.layout, found.batch)
+        shape = checked_shape(q, k, v, self.latent)
+        check_layout_of_call(layout, self.text, self.layout, shape.batch)
         if layout is not None:
             self.layout = layout
         if self._kept is None:
-            self._kept = self._empty(found)
-        elif found != self._kept.shape:
+            self._kept = self._empty(shape)
+        elif shape != self._kept.shape:
             raise ShapeError(
-                f"the tokens must be like the first ones: expected {self._kept.shape}, got {found}; or use a new cache"
+                f"the tokens must be like the first ones: expected {self._kept.shape}, got {shape}; or use a new cache"
             )
         elif layout is not None:
             self._kept.set_layout(layout)
@@ -490,10 +490,10 @@ class LevelCache(OneLayerCache):
         """
         if (contents := self._contents) is None or not self.length:
             raise CacheError("an empty cache has nothing to save: decode first")
-        own, tensors = contents.state()
+        of_contents, tensors = contents.state()
         plain = {name: getattr(self, name) for name in (*_SAVED, "keeps")}
         plain["text"] = None if self.text is None else self.text.units
-        return plain | own, tensors
+        return plain | of_contents, tensors
 
     @classmethod
     def from_state(

@@ -172,10 +172,10 @@ class Step:
             if overwritten:  # several tokens since the mark: what they write over is kept for each
                 self._old, self._plan = torch.empty_like(self._old), self._plan.clone()
             overwritten.append(functools.partial(self._put_back, position, self._number, self._old, self._plan))
-        found: Tensor = torch.ops.structattn_native.step(
+        out: Tensor = torch.ops.structattn_native.step(
             q, k, v, factors, order, self._pages, self._plan, self._old, position, self._number
         )
-        return found
+        return out
 
     def _put_back(self, position: int, number: int, old: Tensor, plan: Tensor) -> None:
         """Writes back what a call has written over; nothing, if it broke off before it did."""

@@ -168,7 +168,7 @@ class Storage:
             span.page.write(x.narrow(2, span.offset, span.size), rows, span.slot)
 
     def write_each(self, x: Tensor, slots: list[int | None]) -> None:
-        """Stores a position of each row, x (B, heads, 1, dim), in slot ``slots[b]``; ``None``: row b has none."""
+        """Stores x (B, heads, 1, dim), one position per row, in slot ``slots[b]``; ``None``: row b has none."""
         for page, rows, places in self._located(slots):
             page.write_each(x[rows, :, 0], rows, places)
 

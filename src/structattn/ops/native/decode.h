@@ -1,10 +1,10 @@
-// A token into what a cache keeps, and its attention: pages of (rows, dims, slots), whose numbers lie side by side over positions.
+// A token into what a cache keeps, and its attention.
 #pragma once
 
 #include "products.h"
+#include "storage.h"
 
 #include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 
 #include <cmath>
@@ -14,80 +14,6 @@
 namespace structattn {
 
 constexpr int64_t kChunk = 512;  // positions whose scores stay in the first cache while all dimensions are added
-
-// A level of the keys or of the values of a cache.
-struct Stored {
-  int64_t block, start;  // positions of a block, 0 where there are none; the start of the current one, or -1: it follows from their size
-  int64_t ring, window;  // 0 for none; in a ring, position x is in slot x modulo its size
-  int64_t dims;
-  const at::Tensor* pages;  // (rows, dims, slots)
-  int64_t num_pages;
-
-  int64_t rows() const { return pages[0].size(0); }
-
-  int64_t begin(int64_t position, int64_t chunk) const {
-    if (start >= 0) return start;
-    const int64_t from = chunk ? position - position % chunk : 0;
-    return block ? position - (position - from) % block : from;
-  }
-
-  int64_t seen(int64_t position, int64_t chunk) const {
-    const int64_t from = begin(position, chunk);
-    return window ? std::max(from, position - window + 1) : from;
-  }
-
-  // The page of a slot; `slot` becomes that in the page.
-  const at::Tensor& page(int64_t& slot) const {
-    for (int64_t n = 0; n < num_pages; slot -= pages[n++].size(2))
-      if (slot < pages[n].size(2)) return pages[n];
-    TORCH_CHECK(false, "a level of the cache has no slot for a position");
-  }
-};
-
-// Positions that lie side by side in a page, and the columns of the scores that they are. `first` is the first of the dimensions.
-template <typename T>
-struct CacheSpan {
-  const T* numbers;
-  int64_t stride, row_stride, dims, size, column, first;
-  T before;  // what the scores of these columns are multiplied by before this level is added; 0 where nothing was
-};
-
-// The spans of positions first ... last of a level, whose columns begin at `low`.
-template <typename T>
-void add_spans(const Stored& level, int64_t first, int64_t last, int64_t begin, int64_t low, int64_t dim, T before, std::vector<CacheSpan<T>>& out) {
-  for (int64_t position = first; position <= last;) {
-    int64_t slot = level.ring ? position % level.ring : position - begin;
-    int64_t size = last + 1 - position;
-    if (level.ring) size = std::min(size, level.ring - slot);
-    const at::Tensor& page = level.page(slot);
-    size = std::min(size, page.size(2) - slot);
-    out.push_back({page.const_data_ptr<T>() + slot, page.stride(1), page.stride(0), level.dims, size, position - low, dim, before});
-    position += size;
-  }
-}
-
-// What a cache keeps, from the numbers that `native_decode.Step` writes.
-struct Kept {
-  int64_t chunk;
-  std::vector<std::vector<Stored>> keys;  // of each softmax
-  std::vector<Stored> values;
-
-  Kept(const at::Tensor& plan, const at::TensorList pages) {
-    const int64_t *p = plan.const_data_ptr<int64_t>(), *const end = p + plan.numel(), *counts = p + 3;
-    size_t page = 0;
-    chunk = p[1];
-    keys.resize(p[2]);
-    p = counts + p[2];
-    const auto next = [&] {
-      const Stored found{p[0], p[1], p[2], p[3], p[4], pages.data() + page, p[5]};
-      page += p[5], p += 6;
-      return found;
-    };
-    for (std::vector<Stored>& levels : keys)
-      for (int64_t left = *counts++; left > 0; --left) levels.push_back(next());
-    while (p < end) values.push_back(next());
-  }
-};
 
 // out[c] = before * out[c] + sum over d of q[d] x[d stride + c].
 template <typename T>
@@ -191,21 +117,6 @@ std::vector<Weighed<T>> weighed(const Kept& kept, int64_t position, const T* bef
   return out;
 }
 
-// The dimension of queries and keys at each position in the order of the levels: one for all heads, or one for each key head.
-struct Order {
-  const int64_t* index = nullptr;
-  int64_t heads = 1, dims = 0;
-
-  explicit Order(const std::optional<at::Tensor>& x) {
-    if (!x) return;
-    index = x->const_data_ptr<int64_t>(), heads = x->size(0), dims = x->size(1);
-    for (int64_t n = 0; n < heads * dims; ++n) TORCH_CHECK(0 <= index[n] && index[n] < dims, "an order of dimensions is out of its range");
-  }
-
-  // Of head h of `count`.
-  const int64_t* of(int64_t h, int64_t count) const { return index ? index + h / (count / heads) * dims : nullptr; }
-};
-
 // Weighted sums (B, H, 1, value dims) of queries (B, H, 1, D), times `factors` (D). The query heads of a key (or value) head read its row.
 template <typename T>
 void attend(const at::Tensor& query, const Order& order, const T* factors, const std::vector<Weighed<T>>& softmaxes, int64_t key_rows, int64_t value_rows, at::Tensor& out) {
@@ -236,30 +147,6 @@ void attend(const at::Tensor& query, const Order& order, const T* factors, const
       }
     }
   });
-}
-
-// Writes a token x (B, G, 1, dims) into its slot of each level, and what was there into `old` (B * G, dims).
-template <typename T>
-void exchange(const at::Tensor& x, const Order& order, const std::vector<Stored>& levels, int64_t position, int64_t chunk, T* old) {
-  const int64_t heads = x.size(1), rows = x.size(0) * heads, dims = x.size(3), step = x.stride(3);
-  const T* from = x.const_data_ptr<T>();
-  int64_t first = 0;
-  for (const Stored& level : levels) {
-    int64_t slot = level.ring ? position % level.ring : position - level.begin(position, chunk);
-    const at::Tensor& page = level.page(slot);
-    const int64_t row_stride = page.stride(0), stride = page.stride(1);
-    T* const to = page.data_ptr<T>() + slot;
-    for (int64_t row = 0; row < rows; ++row) {
-      const T* own = from + row / heads * x.stride(0) + row % heads * x.stride(1);
-      const int64_t* at = order.of(row % heads, heads);
-      for (int64_t d = 0; d < level.dims; ++d) {  // each number is in a line of memory of its own: reading them first lets many be on their way
-        T& place = to[row * row_stride + d * stride];
-        old[row * dims + first + d] = place;
-        place = own[(at ? at[first + d] : first + d) * step];
-      }
-    }
-    first += level.dims;
-  }
 }
 
 // Writes a token into what a cache keeps, and returns its attention to all tokens there are; without a query, nothing. What was in the slots of

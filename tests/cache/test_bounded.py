@@ -1,4 +1,6 @@
-"""Tensors of fixed size with positions in tensors: decoding from them is one forward pass, for rows of different lengths."""
+"""Tensors of fixed size with positions in tensors: decoding from them is one forward pass, for rows of
+different lengths.
+"""
 
 import hypothesis.strategies as st
 import pytest

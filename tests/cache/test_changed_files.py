@@ -1,4 +1,6 @@
-"""Cache files that another program wrote: their hash fits, and what they say is wrong. Each is refused, or does what it did before."""
+"""Cache files that another program wrote: their hash fits, and what they say is wrong. Each is refused, or
+does what it did before.
+"""
 
 import copy
 import json

@@ -1,4 +1,6 @@
-"""A cache that decodes by the Triton kernel, against the definition; without a GPU in Triton's interpreter."""
+"""A cache that decodes by the Triton kernel, against the definition; without a GPU in Triton's
+interpreter.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Prefill and decoding through a cache, in any chunking, is one forward pass; and nothing that is kept is wrong or too much."""
+"""Prefill and decoding through a cache, in any chunking, is one forward pass; and nothing that is kept is
+wrong or too much.
+"""
 
 import json
 import struct
@@ -47,7 +49,9 @@ def dense(q, k, v, layout, **options):
 
 
 def masked(kind, batch, heads, length):
-    """A mask that hides about a third of the pairs, and rows that see nothing: of keys, of pairs, of heads, or added to the scores."""
+    """A mask that hides about a third of the pairs, and rows that see nothing: of keys, of pairs, of heads,
+    or added to the scores.
+    """
     shape = {"keys": (batch, 1, 1, length), "pairs": (batch, 1, length, length), "heads": (heads, 1, length)}
     draws = torch.rand(shape.get(kind, (batch, 1, 1, length)), generator=torch.Generator().manual_seed(length))
     shown = (draws > 0.3) & (torch.arange(length) != 0)

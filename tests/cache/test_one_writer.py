@@ -60,7 +60,9 @@ def writers(paths: list[Path]) -> set[str]:
 
 
 def changes(source: str, held: set[str], methods: set[str]) -> list[str]:
-    """Statements that assign to held attributes of another object than ``self``, or call a method that writes."""
+    """Statements that assign to held attributes of another object than ``self``, or call a method that
+    writes.
+    """
     found = []
     for node in ast.walk(ast.parse(source)):
         for target in targets(node):

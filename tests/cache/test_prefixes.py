@@ -93,7 +93,9 @@ class Machine:
         return pages.num_free, pages.num_cached, pages.num_used, repr(pages.tables)
 
     def check(self):
-        """Every page is with as many requests as it says; what they hold is theirs; and all pages are somewhere."""
+        """Every page is with as many requests as it says; what they hold is theirs; and all pages are
+        somewhere.
+        """
         pages = self.pages
         uses = Counter(page for table in pages.tables.values() for own in table for page in own)
         free = [*pages._returned, *range(pages._fresh, pages.num_pages + 1)]

@@ -1,4 +1,6 @@
-"""Decoding steps of the C++ code against those without it: the same numbers, the same cache after each of them, and the same errors."""
+"""Decoding steps of the C++ code against those without it: the same numbers, the same cache after each of
+them, and the same errors.
+"""
 
 import copy
 import random
@@ -57,7 +59,9 @@ def no_code():
 @pytest.mark.parametrize("kv_heads", [(2, 4), (1, 1), (4, 2)])
 @pytest.mark.parametrize("case", CASES)
 def test_steps_among_all_else_that_changes_a_cache(case, kv_heads, steps) -> None:
-    """Tokens, one and several, are added, taken back and cropped; rows are moved, and copies go on, with the code and without it."""
+    """Tokens, one and several, are added, taken back and cropped; rows are moved, and copies go on, with the
+    code and without it.
+    """
     q, k, v = tokens(40, kv_heads)
     rng = random.Random(case)
     fast = sa.LevelCache(**CASES[case])

@@ -1,4 +1,6 @@
-"""Everything reads and writes a cache by the interface of its storage: a format that negates all numbers changes no result."""
+"""Everything reads and writes a cache by the interface of its storage: a format that negates all numbers
+changes no result.
+"""
 
 import copy
 from functools import partial

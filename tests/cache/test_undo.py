@@ -1,4 +1,6 @@
-"""What fails while tokens are appended leaves a cache as it was: an error or Ctrl-C at every line, copies, and ``undo``."""
+"""What fails while tokens are appended leaves a cache as it was: an error or Ctrl-C at every line, copies,
+and ``undo``.
+"""
 
 import copy
 import io
@@ -22,7 +24,9 @@ FOLDER = str(Path(sa.__file__).parent)
 
 @contextmanager
 def interrupted(at, kind=KeyboardInterrupt):
-    """Raises an error at the line number ``at`` that is run in the package, counted from the beginning; yields the count."""
+    """Raises an error at the line number ``at`` that is run in the package, counted from the beginning;
+    yields the count.
+    """
     seen = [0]
 
     def trace(frame, event, _):

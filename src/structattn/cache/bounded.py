@@ -1,4 +1,6 @@
-"""The cache of one attention layer as tensors of fixed size, for programs that are exported: positions are numbers in tensors."""
+"""The cache of one attention layer as tensors of fixed size, for programs that are exported: positions are
+numbers in tensors.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def _slot(level: Level, position: Tensor) -> Tensor:
 
 
 def _held(level: Level, slots: int, last: Tensor) -> Tensor:
-    """The position in each slot, (1 or B, slots), while the last token is at ``last`` (B, 1); or one that is not there yet."""
+    """The position in each slot, (1 or B, slots), while the last token is at ``last`` (B, 1); or one that is
+    not there yet.
+    """
     slot = torch.arange(slots, device=last.device)[None]
     return _start(level, last) + slot if level.ring is None else last - (last - slot) % level.ring
 
@@ -44,17 +48,21 @@ def _seen(level: Level, position: Tensor, last: Tensor) -> Tensor:
 
 
 def _taken(x: Tensor, index: Tensor, wanted: Tensor) -> Tensor:
-    """The entries of x (B, H, 1, n) at ``index`` (1 or B, N), and 0 where they are not ``wanted``: (B, H, 1, N)."""
+    """The entries of x (B, H, 1, n) at ``index`` (1 or B, N), and 0 where they are not ``wanted``: (B, H, 1,
+    N).
+    """
     index = index.clamp(0, x.shape[3] - 1)[:, None, None].expand(*x.shape[:3], -1)
     return torch.where(wanted[:, None, None], x.gather(3, index), 0.0)
 
 
 class BoundedLevels:
-    """What ``LevelCache`` keeps of a layer, as a list of tensors of fixed size, and the same attention from them.
+    """What ``LevelCache`` keeps of a layer, as a list of tensors of fixed size, and the same attention from
+    them.
 
-    The tensors are those of the levels of the keys, then those of the values: (B, heads, rank, slots). A level has a slot for each
-    position of its longest block (or window), and at most ``max_length``. A token is written over what its slot held in the block before;
-    slots that the current block has not reached are hidden, so that nothing is reset at the border of a block.
+    The tensors are those of the levels of the keys, then those of the values: (B, heads, rank, slots). A
+    level has a slot for each position of its longest block (or window), and at most ``max_length``. A token
+    is written over what its slot held in the block before; slots that the current block has not reached are
+    hidden, so that nothing is reset at the border of a block.
 
     Args:
         layout, window: as of ``LevelCache``.
@@ -77,7 +85,8 @@ class BoundedLevels:
         check_size("max_length", max_length, MAX_LENGTH)
         if isinstance(layout, LevelLayout) and layout.boundaries is not None:
             raise ConfigError(
-                "the segments of this layout are those of one text, and a program is for all: give blocks (LevelLayout.halving)"
+                "the segments of this layout are those of one text, and a program is for all: give blocks "
+                "(LevelLayout.halving)"
             )
         self.layout, self.window, self.max_length = layout, window, max_length
         self.softmaxes = softmaxes_of(layout, window, key_shape[1])
@@ -108,7 +117,9 @@ class BoundedLevels:
         return zip(self._levels, (*keys, *values), strict=True)
 
     def filled(self, k: Tensor, v: Tensor, last: Tensor) -> list[Tensor]:
-        """The tensors after the tokens of an empty cache: k (B, G, T, D), v (B, G, T, V), of which the last is at ``last`` (B,)."""
+        """The tensors after the tokens of an empty cache: k (B, G, T, D), v (B, G, T, V), of which the last
+        is at ``last`` (B,).
+        """
         end, tensors = last[:, None], []
         for level, x in self._parts(k, v):
             position = _held(level, level.most_slots(self.max_length), end).expand(k.shape[0], -1)
@@ -129,7 +140,8 @@ class BoundedLevels:
     def attention(self, q: Tensor, tensors: Sequence[Tensor], last: Tensor, options: ScoreTerms) -> Tensor:
         """Attention of the last token of each row, which is held already.
 
-        Scores have a column for each slot of the level that is kept longest; what another level adds is gathered from its slots.
+        Scores have a column for each slot of the level that is kept longest; what another level adds is
+        gathered from its slots.
 
         Args:
             q: (B, H, 1, D).
@@ -140,7 +152,8 @@ class BoundedLevels:
         Returns:
             (B, H, 1, V) in q's dtype; computed in float32 at least.
 
-        Cost: one multiply-add per number that is held and query head; H N scores per row and level, N the slots of the longest.
+        Cost: one multiply-add per number that is held and query head; H N scores per row and level, N the
+            slots of the longest.
         """
         kind, heads, last = q.dtype, q.shape[:3], last[:, None]
         q = q if kind == torch.float64 else q.float()
@@ -170,7 +183,9 @@ class BoundedLevels:
         last: Tensor,
         options: ScoreTerms,
     ) -> Tensor:
-        """The weights (B, H, 1, N) of one softmax, whose tensors are the next of ``keys``; its columns are the positions that ``widest`` holds."""
+        """The weights (B, H, 1, N) of one softmax, whose tensors are the next of ``keys``; its columns are
+        the positions that ``widest`` holds.
+        """
         score, scale = q.new_zeros(()), q.new_zeros(())
         parts = q[..., softmax.dims].split([level.rank for level in softmax.levels], dim=3)
         for level, part, of_level, of_count in zip(
@@ -189,12 +204,15 @@ class BoundedLevels:
 
 
 class BoundedCache:
-    """``BoundedLevels`` of one call: what an attention layer is given in place of a ``LevelCache``, which it does not outlive.
+    """``BoundedLevels`` of one call: what an attention layer is given in place of a ``LevelCache``, which it
+    does not outlive.
 
     Args:
         levels: of the layer.
-        last: (B,) int64, the position of the last new token of each row; others may follow it as padding on the right.
-        tensors: what the tokens before left, of which there is one new one then. Default ``None``: there are none before.
+        last: (B,) int64, the position of the last new token of each row; others may follow it as padding on
+            the right.
+        tensors: what the tokens before left, of which there is one new one then. Default ``None``: there are
+            none before.
 
     Attributes:
         tensors: after ``attend``, those with the new tokens.
@@ -227,7 +245,8 @@ class BoundedCache:
         options = ScoreTerms(scale=scale, softcap=softcap, sinks=sinks)
         if self.tensors is None:
             self.tensors = self.levels.filled(k, v, self._last)
-            # PyTorch's fused kernel, or the definition: programs run where this package and its operators are not there.
+            # PyTorch's fused kernel, or the definition: programs run where this package and its operators are
+            # not there.
             is_fused = self.levels.is_plain and q.shape[3] == v.shape[3] and softcap is None and sinks is None
             backend: Backend = "auto" if is_fused else "reference"
             return over_dense(q, k, v, options, layout=self.layout, window=self.window, backend=backend)

@@ -1,7 +1,8 @@
-"""The use of a cache in a program that ``torch.compile`` makes: one operator, which runs what runs without a compiler.
+"""The use of a cache in a program that ``torch.compile`` makes: one operator, which runs what runs without a
+compiler.
 
-Operators change the tensor with the number of the cache, as far as a compiler knows, so that it neither leaves one out, nor takes two for
-one, nor runs them in another order.
+Operators change the tensor with the number of the cache, as far as a compiler knows, so that it neither
+leaves one out, nor takes two for one, nor runs them in another order.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ def empty_output(q: Tensor | None, v: Tensor) -> Tensor:
 
 
 define(
-    "attend_cache(Tensor(a!) cache, Tensor layer, Tensor? q, Tensor k, Tensor v, Tensor? attn_mask, SymInt num_past, float? scale, str backend) -> Tensor",
+    "attend_cache(Tensor(a!) cache, Tensor layer, Tensor? q, Tensor k, Tensor v, Tensor? attn_mask, SymInt num_past, "
+    "float? scale, str backend) -> Tensor",
     _attend,
     lambda cache, layer, q, k, v, *_: empty_output(q, v),
 )

@@ -266,7 +266,8 @@ class Contents:
                 )
             if x.dim() != 4 or x.shape[:3] != (self.shape.batch, count, store.dim) or x.dtype != self.shape.dtype:
                 raise CheckpointError(
-                    f"tensor {name} must be {self.shape.dtype} of shape ({self.shape.batch}, {count}, {store.dim}, slots), got {x.dtype} "
+                    f"tensor {name} must be {self.shape.dtype} of shape ({self.shape.batch}, {count}, {store.dim}, "
+                    f"slots), got {x.dtype} "
                     f"{tuple(x.shape)}"
                 )
             slots = min(store.page_size, store.page_size if store.longest is None else store.longest)
@@ -601,8 +602,10 @@ class Contents:
             while shortest > 1 and not any(self._lost(shortest - 1)):
                 shortest -= 1
             raise CacheError(
-                f"cannot crop from {self.length} to {length} tokens: level {level.number} would need the positions from "
-                f"{needed} on, and keeps those from {oldest} on; crop to a length of at least {shortest}, or reset() and "
+                f"cannot crop from {self.length} to {length} tokens: level {level.number} would need the positions "
+                "from "
+                f"{needed} on, and keeps those from {oldest} on; crop to a length of at least {shortest}, or reset() "
+                "and "
                 "start again"
             )
 
@@ -657,7 +660,9 @@ class Contents:
         )
 
     def dense_keys(self, k: Tensor) -> Tensor:
-        """All keys (or states) as a dense tensor, zero where nothing is kept, with the new ones at the end."""
+        """All keys (or states) as a dense tensor, zero where nothing is kept, with the new ones at the
+        end.
+        """
         return self._dense(k, self.keys[: 1 if self.latent else None], self.key_levels)
 
     def dense_values(self, v: Tensor) -> Tensor:

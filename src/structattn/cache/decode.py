@@ -1,4 +1,6 @@
-"""Attention of a decoding step straight from what a cache keeps: every number is read once, and nothing else."""
+"""Attention of a decoding step straight from what a cache keeps: every number is read once, and nothing
+else.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ class KeyValueView:
         keys: a store for each level of each softmax; with ``latent`` the states, then their inverse RMS.
         values: stores with their levels.
         latent: see ``Latent``.
-        positions: (row of the layout, position of the last token), one for all rows or one per row of the batch; the position is
-            at least 0.
+        positions: (row of the layout, position of the last token), one for all rows or one per row of the
+            batch; the position is at least 0.
         factors_by_scale: what ``factors`` has made.
         columns: what was made for these positions; views of layers at the same positions may share it.
     """
@@ -39,7 +41,9 @@ class KeyValueView:
     columns: dict[tuple[Level, ...], Columns] = field(default_factory=dict)
 
     def factors(self, scale: float | None, like: Tensor) -> Tensor:
-        """(D,): times a query, it gives what each level adds to a score where that level is the deepest that is shared."""
+        """(D,): times a query, it gives what each level adds to a score where that level is the deepest that
+        is shared.
+        """
         key = (scale, like.dtype, like.device)
         if key not in self.factors_by_scale:
             values = [
@@ -86,7 +90,9 @@ class _Scattered:
 
 
 class Columns:
-    """The columns of the scores of one softmax: positions in order, ending with the last token in every row."""
+    """The columns of the scores of one softmax: positions in order, ending with the last token in every
+    row.
+    """
 
     def __init__(self, positions: list[tuple[int, int]], softmax: Softmax, device: torch.device) -> None:
         self.positions, self.softmax, self.device = positions, softmax, device
@@ -107,7 +113,8 @@ class Columns:
         Args:
             stores: filled alike.
             level: theirs.
-            shared: only positions that share exactly this many levels with the last token. Default: all that are seen.
+            shared: only positions that share exactly this many levels with the last token. Default: all that
+                are seen.
         """
         positions, store = self.positions, stores[0]
         if len(positions) == 1:
@@ -137,7 +144,9 @@ class Columns:
     def _scattered(
         self, level: Level, ring: int | None, sizes: Sequence[int], shared: int | None
     ) -> Iterator[tuple[int, _Scattered]]:
-        """For each page of a store, by their sizes: how many slots are used, and their columns in each row."""
+        """For each page of a store, by their sizes: how many slots are used, and their columns in each
+        row.
+        """
         positions = self.positions
         last = self._per_row(at for _, at in positions)
         start_of = self._per_row(level.start(at, row) for row, at in positions)
@@ -277,7 +286,9 @@ def _weights(
 
 
 def _alike(q: Tensor, view: KeyValueView, options: ScoreTerms) -> Tensor:
-    """``attention`` where all rows are at one position and keys are kept as features: as few operations as possible."""
+    """``attention`` where all rows are at one position and keys are kept as features: as few operations as
+    possible.
+    """
     batch, heads, tokens = q.shape[:3]
     row, at = view.positions[0]
     key_heads, value_heads = view.keys[0].heads, view.values[0][0].heads
@@ -297,7 +308,8 @@ def _alike(q: Tensor, view: KeyValueView, options: ScoreTerms) -> Tensor:
                 )
             else:
                 for span in spans:
-                    # Far cheaper for one row than baddbmm; what a level adds changes the scale of the sum so far.
+                    # Far cheaper for one row than baddbmm; what a level adds changes the scale of the sum so
+                    # far.
                     added = torch.bmm(level_query, span.page.numbers(span.slot, span.size, q.dtype))
                     columns = score.narrow(2, span.offset + first - low, span.size)
                     torch.add(added, columns, alpha=of_count / previous if previous else 1.0, out=columns)
@@ -329,7 +341,8 @@ def attention(q: Tensor, view: KeyValueView, options: ScoreTerms) -> Tensor:
     """Attention of the last T tokens, whose keys and values are held already.
 
     Args:
-        q: (B, H, T, D). With T > 1 all T lie in one block of every level of every row, and there is no window.
+        q: (B, H, T, D). With T > 1 all T lie in one block of every level of every row, and there is no
+            window.
         view: what the cache keeps.
         options: scale, soft cap, ALiBi, mask of these queries, and sinks.
 

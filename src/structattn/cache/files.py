@@ -43,7 +43,9 @@ def _layout_of(data: object) -> Layout | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerRecord:
-    """What a file holds of the cache of a layer, without the tensors; see ``LevelCache.state``. What has a default is newer than some files."""
+    """What a file holds of the cache of a layer, without the tensors; see ``LevelCache.state``. What has a
+    default is newer than some files.
+    """
 
     length: int
     oldest: tuple[tuple[int, ...], ...]
@@ -160,7 +162,9 @@ def load(
 
 
 def _text_of(record: _TextRecord, marks: dict[str, Tensor | None], layer: LayerRecord) -> TextHistory:
-    """The text of the caches, of whose layers this is one; raises ``CheckpointError`` where it is of other tokens."""
+    """The text of the caches, of whose layers this is one; raises ``CheckpointError`` where it is of other
+    tokens.
+    """
     rows = []
     for name, x in marks.items():
         if x is None or x.dtype != torch.uint8 or x.dim() != 1:

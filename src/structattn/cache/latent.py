@@ -10,8 +10,8 @@ from torch import Tensor
 class Latent(Protocol):
     """Keys that are made from a hidden state x of E numbers that all heads share.
 
-    Where a key is a normed linear map of x, its product with a query is a product of x with an absorbed query, times a number of
-    the key (its inverse RMS, rstd): then decoding makes no keys.
+    Where a key is a normed linear map of x, its product with a query is a product of x with an absorbed
+    query, times a number of the key (its inverse RMS, rstd): then decoding makes no keys.
 
         <q, k_h(x)> = offset(q) + sum over a of rstd_a(x) <u_a(q), x>
     """
@@ -22,7 +22,9 @@ class Latent(Protocol):
 
     @property
     def num_rstd(self) -> int:
-        """Numbers per token that are kept besides the state: (key heads) * A; 0 where all are 1, or none are needed."""
+        """Numbers per token that are kept besides the state: (key heads) * A; 0 where all are 1, or none are
+        needed.
+        """
 
     @property
     def can_absorb(self) -> bool:

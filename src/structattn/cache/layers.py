@@ -22,7 +22,8 @@ from structattn.layout.text import TextHistory
 
 
 class LayerCaches(Sequence[OneLayerCache], CacheRows):
-    """A sequence of caches, one per layer (a ``LevelCache`` for ``Attention``), that are reset, cropped and reordered together.
+    """A sequence of caches, one per layer (a ``LevelCache`` for ``Attention``), that are reset, cropped and
+    reordered together.
 
     Args:
         layers: at least one; they hold the same number of tokens.
@@ -46,26 +47,32 @@ class LayerCaches(Sequence[OneLayerCache], CacheRows):
         return copy.deepcopy(self)
 
     def check(self) -> None:
-        """Raises ``CacheError`` unless all layers hold the same tokens of the same rows: a call that broke off may have left them different."""
+        """Raises ``CacheError`` unless all layers hold the same tokens of the same rows: a call that broke
+        off may have left them different.
+        """
         if self._torn:
             raise CacheError("a change of the layers broke off between two of them: reset() and start again")
         lengths = [layer.length for layer in self._layers]
         if len(set(lengths)) > 1:
             raise CacheError(
-                f"the layers hold different numbers of tokens, {lengths}: a layer was used without the others, or a call broke off; crop({min(lengths)}) "
+                f"the layers hold different numbers of tokens, {lengths}: a layer was used without the others, or a "
+                f"call broke off; crop({min(lengths)}) "
                 "takes them back to the shortest, or reset() and start again"
             )
         rows = [layer.batch_size for layer in self._layers]
         rows += [] if self.text is None else [self.text.num_rows]
         if len({count for count in rows if count is not None}) > 1:
             raise CacheError(
-                f"the layers (and, last, the text) have different numbers of rows, {rows}: a layer was used without the others; reset() "
+                f"the layers (and, last, the text) have different numbers of rows, {rows}: a layer was used without "
+                "the others; reset() "
                 "and start again"
             )
 
     @contextmanager
     def _torn_unless_done(self) -> Iterator[None]:
-        """Within it all layers are changed; if anything fails, Ctrl-C included, they are not used again before ``reset``."""
+        """Within it all layers are changed; if anything fails, Ctrl-C included, they are not used again
+        before ``reset``.
+        """
         self._torn = True
         yield
         self._torn = False
@@ -129,7 +136,9 @@ class LayerCaches(Sequence[OneLayerCache], CacheRows):
                 self.text.reset()
 
     def crop(self, length: int) -> None:
-        """Forgets all tokens but the first ``length``, in all layers or (with an error) in none; see ``LevelCache.crop``."""
+        """Forgets all tokens but the first ``length``, in all layers or (with an error) in none; see
+        ``LevelCache.crop``.
+        """
         if self._torn:
             self.check()
         for layer in self._layers:
@@ -155,7 +164,9 @@ class LayerCaches(Sequence[OneLayerCache], CacheRows):
                 self.text.select(indices.tolist())
 
     def save(self, path: str | Path) -> None:
-        """Writes all layers to one safetensors file; see ``LevelCache.save``. Raises ``ConfigError`` for the cache of a custom layer."""
+        """Writes all layers to one safetensors file; see ``LevelCache.save``. Raises ``ConfigError`` for the
+        cache of a custom layer.
+        """
         self.check()
         saved = []
         for layer in self._layers:

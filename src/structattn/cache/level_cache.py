@@ -1,4 +1,6 @@
-"""``LevelCache``: the keys and values of one attention layer, of which each level keeps only the block that decoding is in, or its window."""
+"""``LevelCache``: the keys and values of one attention layer, of which each level keeps only the block that
+decoding is in, or its window.
+"""
 
 from __future__ import annotations
 
@@ -35,22 +37,26 @@ _SAVED = ("window", "chunk_size", "max_length", "page_size", "left_padding")  # 
 class LevelCache(OneLayerCache):
     """Keys and values of one causal attention layer while it decodes, without what no later query can share.
 
-    A pair of positions shares level l only inside one block of that level, so level l keeps the slices of the keys (and, with
-    ``value_ranks``, of the values) of the block that decoding is in: T r_1 + sum over l > 1 of r_l min(T, block_size_l)
-    numbers per key head instead of T D (``layout.key_cache_size``). With a sliding window, or sliding levels, a level keeps at most
-    its window.
+    A pair of positions shares level l only inside one block of that level, so level l keeps the slices of the
+    keys (and, with ``value_ranks``, of the values) of the block that decoding is in: T r_1 + sum over l > 1
+    of r_l min(T, block_size_l) numbers per key head instead of T D (``layout.key_cache_size``). With a
+    sliding window, or sliding levels, a level keeps at most its window.
 
     Blocks are counted from the first real token of each row. What is kept carries no gradient.
 
     Args:
-        layout: as of ``structured_attention``. Or a ``TextLayout``: each call is given its levels with the segments that the new
-            tokens see. Default ``None``: plain attention, everything is kept.
+        layout: as of ``structured_attention``. Or a ``TextLayout``: each call is given its levels with the
+            segments that the new tokens see. Default ``None``: plain attention, everything is kept.
         window: sliding window in positions. Default ``None``.
-        chunk_size: tokens see only those of their own chunk of this many, from whose start blocks are counted. Default ``None``.
-        max_length: tokens for which memory is taken with the first ones; more are possible. Default ``None``: it grows by pages.
-        page_size: tokens per page; ``layout.key_cache_size(T)`` is allocated, each level rounded up to a page but not above its longest block. Default 1,024.
+        chunk_size: tokens see only those of their own chunk of this many, from whose start blocks are
+            counted. Default ``None``.
+        max_length: tokens for which memory is taken with the first ones; more are possible. Default ``None``:
+            it grows by pages.
+        page_size: tokens per page; ``layout.key_cache_size(T)`` is allocated, each level rounded up to a page
+            but not above its longest block. Default 1,024.
         left_padding: (B,) ints, leading tokens of each row that are padding. Default ``None``.
-        latent: makes keys from a hidden state that all heads share, which ``attend`` is given in place of keys, and which is kept. Default ``None``.
+        latent: makes keys from a hidden state that all heads share, which ``attend`` is given in place of
+            keys, and which is kept. Default ``None``.
 
     Attributes:
         layout: where rows have segments of their own, in the order of the rows that there are now.
@@ -64,9 +70,11 @@ class LevelCache(OneLayerCache):
         >>> cache.attend(q, k, v).shape, cache.attend(q[:, :, :1], k[:, :, :1], v[:, :, :1]).shape
         (torch.Size([1, 2, 40, 8]), torch.Size([1, 2, 1, 8]))
 
-    Cost: a decoding step costs what it reads: the numbers that are kept, once each. Appending copies only the new tokens.
+    Cost: a decoding step costs what it reads: the numbers that are kept, once each. Appending copies only the
+        new tokens.
 
-    Source: the idea is Kuang et al. 2025, section 5 (a cache of T sum r_l / p_l); ragged rows, windows, values, latent states are ours.
+    Source: the idea is Kuang et al. 2025, section 5 (a cache of T sum r_l / p_l); ragged rows, windows,
+        values, latent states are ours.
     """
 
     def __init__(
@@ -119,7 +127,9 @@ class LevelCache(OneLayerCache):
         return 0 if self._kept is None else self._kept.length
 
     def _end_broken_call(self) -> None:
-        """Takes tokens back that a compiled program appended before it broke off, for example by Ctrl-C in another layer."""
+        """Takes tokens back that a compiled program appended before it broke off, for example by Ctrl-C in
+        another layer.
+        """
         if (count := self._count.tokens) == self._kept_length():
             return
         if self._before is not None:
@@ -178,10 +188,11 @@ class LevelCache(OneLayerCache):
         return f"LevelCache({facts}, layout={self.layout}, window={self.window})"
 
     def bind(self, layer: object) -> None:
-        """Makes this the cache of one layer, from its first use on; a copy, or a cache that was loaded, has no layer yet.
+        """Makes this the cache of one layer, from its first use on; a copy, or a cache that was loaded, has
+        no layer yet.
 
-        The layer is not kept alive. Where the cache keeps hidden states, keys are made by its attribute ``latent``: a copy of the
-        cache still uses the weights of the original.
+        The layer is not kept alive. Where the cache keeps hidden states, keys are made by its attribute
+        ``latent``: a copy of the cache still uses the weights of the original.
 
         Raises:
             ConfigError: it is the cache of another layer.
@@ -201,12 +212,14 @@ class LevelCache(OneLayerCache):
         if self._layer is not None:
             if self._layer() is not layer:
                 raise ConfigError(
-                    f"the cache is of another layer: it was made or filled by another {type(layer).__name__}, whose keys this one "
+                    f"the cache is of another layer: it was made or filled by another {type(layer).__name__}, whose "
+                    "keys this one "
                     "cannot use; make one with new_cache(), and give each layer its own"
                 )
         elif self.latent is not None and not alike(self.latent, getattr(layer, "latent", None)):
             raise ConfigError(
-                "the cache is of another layer: it keeps hidden states, from which this one makes other keys; make it with new_cache()"
+                "the cache is of another layer: it keeps hidden states, from which this one makes other keys; make it "
+                "with new_cache()"
             )
 
     def attend(
@@ -225,23 +238,28 @@ class LevelCache(OneLayerCache):
     ) -> Tensor:
         """Appends new tokens and returns the attention of their queries over all tokens so far.
 
-        The result is that of ``structured_attention`` over all keys and values, of the last T queries. If anything fails, the
-        tokens are not appended.
+        The result is that of ``structured_attention`` over all keys and values, of the last T queries. If
+        anything fails, the tokens are not appended.
 
         Args:
             q: (B, H, T, D), after rotary embedding.
-            k: keys of the new tokens, (B, Gk, T, D), Gk dividing H, after rotary embedding; with ``latent`` the hidden states, (B, 1, T, E).
+            k: keys of the new tokens, (B, Gk, T, D), Gk dividing H, after rotary embedding; with ``latent``
+                the hidden states, (B, 1, T, E).
             v: (B, Gv, T, V), Gv dividing H.
             scale, softcap, sinks, alibi_slopes: as of ``structured_attention``; the same at every call.
-            backend: ``"auto"`` decodes few tokens straight from what is kept (where no gradient is asked for), on a GPU by a fused kernel if
-                ``max_length`` was given; so does ``"triton"``, or raises. Any other is given all keys as a dense tensor.
-            layout: of a cache with a ``TextLayout``: its levels with the segments that the new tokens see (``TextHistory.step``), for every batch row.
-            attn_mask: as of ``structured_attention``, (B, H, T, S) or broadcastable. S counts all tokens, those so far, padding included, and the
-                new ones: nothing of it is remembered, so that each call needs the columns of what an earlier one hid. It moves no block. At
-                positions that a level has dropped it changes nothing, since no later query shares them at this level.
+            backend: ``"auto"`` decodes few tokens straight from what is kept (where no gradient is asked
+                for), on a GPU by a fused kernel if ``max_length`` was given; so does ``"triton"``, or raises.
+                Any other is given all keys as a dense tensor.
+            layout: of a cache with a ``TextLayout``: its levels with the segments that the new tokens see
+                (``TextHistory.step``), for every batch row.
+            attn_mask: as of ``structured_attention``, (B, H, T, S) or broadcastable. S counts all tokens,
+                those so far, padding included, and the new ones: nothing of it is remembered, so that each
+                call needs the columns of what an earlier one hid. It moves no block. At positions that a
+                level has dropped it changes nothing, since no later query shares them at this level.
 
         Returns:
-            (B, H, T, V). Under autocast q, k and v are cast first, as in ``structured_attention``, and so kept.
+            (B, H, T, V). Under autocast q, k and v are cast first, as in ``structured_attention``, and so
+            kept.
 
         Raises:
             ShapeError: a shape, dtype or device does not fit, or is not that of the first tokens.
@@ -271,7 +289,8 @@ class LevelCache(OneLayerCache):
 
         Args:
             q, k, v, scale: as of ``attend``, and like those of its last call in all but their numbers.
-            order: int64 (1 or Gk, D), the dimension of q and k at each position of the levels. Default: they are in that order.
+            order: int64 (1 or Gk, D), the dimension of q and k at each position of the levels. Default: they
+                are in that order.
 
         Returns:
             (B, H, 1, V); ``None``, with nothing appended, where an argument differs in more than its numbers.
@@ -291,7 +310,9 @@ class LevelCache(OneLayerCache):
             raise
 
     def _drop_step(self, length: int) -> None:
-        """After ``try_step`` was broken off: takes its token back, if it came to that, so that there are ``length`` tokens again."""
+        """After ``try_step`` was broken off: takes its token back, if it came to that, so that there are
+        ``length`` tokens again.
+        """
         if self._kept is not None and self._kept.length != length:
             self._kept.undo()
         self._before = None
@@ -299,8 +320,9 @@ class LevelCache(OneLayerCache):
 
     @contextmanager
     def uncounted(self, num_past: int, *, again: bool = False) -> Iterator[None]:
-        """Within it an operator of a compiled program gives the cache the tokens after ``num_past`` others. The program counts them at its
-        end: until then the cache is seen as it was, and if the program breaks off, the next use takes them back.
+        """Within it an operator of a compiled program gives the cache the tokens after ``num_past`` others.
+        The program counts them at its end: until then the cache is seen as it was, and if the program breaks
+        off, the next use takes them back.
 
         Args:
             again: they are the last tokens once more.
@@ -315,7 +337,8 @@ class LevelCache(OneLayerCache):
             self._count.tokens = counted
         if (length := self._kept_length()) != num_past:
             raise CacheError(
-                f"the cache holds {length} tokens, and the compiled program counts {num_past} before the new ones: a call of the model broke off, "
+                f"the cache holds {length} tokens, and the compiled program counts {num_past} before the new ones: a "
+                "call of the model broke off, "
                 "or a layer was used without the others; reset() it and give all tokens again"
             )
         self._count.tokens = num_past
@@ -325,7 +348,9 @@ class LevelCache(OneLayerCache):
             self._count.tokens = counted
 
     def count_traced(self, tokens: int) -> None:
-        """Counts in code that ``torch.compile`` traces what an operator has appended, which a compiler does not see."""
+        """Counts in code that ``torch.compile`` traces what an operator has appended, which a compiler does
+        not see.
+        """
         self._count.tokens = tokens
 
     def count_with(self, count: Count) -> None:
@@ -334,7 +359,8 @@ class LevelCache(OneLayerCache):
         self._count = count
 
     def dense_past(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys (or hidden states) and values of all tokens, (B, Gk, S, D) and (B, Gv, S, V), zero where a level has dropped them.
+        """The keys (or hidden states) and values of all tokens, (B, Gk, S, D) and (B, Gv, S, V), zero where a
+        level has dropped them.
 
         Args:
             k, v: of new tokens, which are not appended; they tell the shape.
@@ -355,10 +381,11 @@ class LevelCache(OneLayerCache):
         attn_mask: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
     ) -> Tensor:
-        """The weights that ``attend`` would give the tokens so far and the new ones, (B, H, T, S); nothing is appended.
+        """The weights that ``attend`` would give the tokens so far and the new ones, (B, H, T, S); nothing is
+        appended.
 
-        Arguments and errors are those of ``attend``. A global-window layout has the sum of its two softmaxes. Keys that a window has
-        dropped have weight 0, as they have without a cache.
+        Arguments and errors are those of ``attend``. A global-window layout has the sum of its two softmaxes.
+        Keys that a window has dropped have weight 0, as they have without a cache.
 
         Cost: that of ``reference`` with S values per key: 2 B H T S (D + S) FLOPs.
         """
@@ -391,7 +418,8 @@ class LevelCache(OneLayerCache):
         self._count.tokens = self._kept_length()
 
     def undo(self) -> None:
-        """Takes back the tokens of the last ``attend`` or ``append``, as if they had not come: blocks that they left are there again.
+        """Takes back the tokens of the last ``attend`` or ``append``, as if they had not come: blocks that
+        they left are there again.
 
         Raises:
             CacheError: there are none, or something else was done since.
@@ -399,7 +427,8 @@ class LevelCache(OneLayerCache):
         self._end_broken_call()
         if self._before is None:
             raise CacheError(
-                "the last thing done to this cache was not to append tokens: there is nothing to undo; crop() goes back further"
+                "the last thing done to this cache was not to append tokens: there is nothing to undo; crop() goes "
+                "back further"
             )
         self._take_back()
 
@@ -415,7 +444,9 @@ class LevelCache(OneLayerCache):
     def _checked(
         self, q: Tensor | None, k: Tensor, v: Tensor, layout: LevelLayout | None, options: ScoreTerms | None = None
     ) -> Contents:
-        """The contents, if the tokens fit them, made for the first ones; with queries they come with ``options``."""
+        """The contents, if the tokens fit them, made for the first ones; with queries they come with
+        ``options``.
+        """
         if options is not None:
             check_tensor("q", q)
         shape = checked_shape(q, k, v, self.latent)
@@ -450,8 +481,8 @@ class LevelCache(OneLayerCache):
 
         Raises:
             ConfigError: ``length`` is negative or more than ``self.length``.
-            CacheError: the next token would share a level with keys that are no longer kept: those of an earlier block,
-                or beyond the window. Nothing is changed then.
+            CacheError: the next token would share a level with keys that are no longer kept: those of an
+                earlier block, or beyond the window. Nothing is changed then.
         """
         self.check_crop(length)
         self._before = None
@@ -483,7 +514,8 @@ class LevelCache(OneLayerCache):
             self.layout = self.layout.select_rows(rows)
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Plain data and tensors from which ``from_state`` makes an equal cache; the layout is not among them.
+        """Plain data and tensors from which ``from_state`` makes an equal cache; the layout is not among
+        them.
 
         Raises:
             CacheError: the cache is empty.

@@ -47,7 +47,9 @@ class Level:
 
     @property
     def block_size(self) -> int:
-        """Positions of a block, all alike, that are counted from the start of a chunk; 0 where there are none."""
+        """Positions of a block, all alike, that are counted from the start of a chunk; 0 where there are
+        none.
+        """
         is_whole = self.number == 1 or self.layout.windows is not None or self.layout.boundaries is not None
         return 0 if is_whole else self.layout.block_sizes[self.number - 1]
 
@@ -98,7 +100,9 @@ class Softmax:
         return any(level.window is not None for level in self.levels)
 
     def begins(self, position: int, row: int) -> tuple[list[int], list[int]]:
-        """For each level the first position that a query shares it with and sees, and the first of the query's block."""
+        """For each level the first position that a query shares it with and sees, and the first of the
+        query's block.
+        """
         blocks = [level.start(position, row) for level in self.levels]
         starts = [
             block if level.window is None else max(block, position - level.window + 1)

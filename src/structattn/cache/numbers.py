@@ -1,9 +1,11 @@
-"""What a compiled program knows of a cache or a layer: a tensor with its number, under which operators find it, and no more.
+"""What a compiled program knows of a cache or a layer: a tensor with its number, under which operators find
+it, and no more.
 
-``torch.compile`` makes a program for what it has read of Python's objects, and another one where any of that is different. So code that it
-traces reads two things of a cache: a tensor that holds its number, of which only the shape counts, and how many tokens there are, which is
-an int of any value from the second program on. What is kept, the position in each block and the C++ code are looked up by an operator,
-whenever the program runs. The number of a cache that is gone is never used again.
+``torch.compile`` makes a program for what it has read of Python's objects, and another one where any of that
+is different. So code that it traces reads two things of a cache: a tensor that holds its number, of which
+only the shape counts, and how many tokens there are, which is an int of any value from the second program on.
+What is kept, the position in each block and the C++ code are looked up by an operator, whenever the program
+runs. The number of a cache that is gone is never used again.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ def is_traced() -> bool:
 def new_number(thing: object) -> Tensor | None:
     """A number for an object of this process, int64 (1,) on the CPU; the object is not kept alive.
 
-    ``None`` in code that ``torch.compile`` traces: a cache that is made there is filled there too, and ``give_numbers`` comes later.
+    ``None`` in code that ``torch.compile`` traces: a cache that is made there is filled there too, and
+    ``give_numbers`` comes later.
     """
     if torch.compiler.is_dynamo_compiling():
         return None
@@ -41,10 +44,15 @@ def new_number(thing: object) -> Tensor | None:
 
 
 @torch.compiler.disable(  # type: ignore[untyped-decorator]
-    reason="a cache that a compiled program made is numbered once, in Python: make it outside of the program, or leave fullgraph away"
+    reason=(
+        "a cache that a compiled program made is numbered once, in Python: make it outside of the program, or leave "
+        "fullgraph away"
+    )
 )
 def give_numbers(things: list[Any]) -> None:
-    """Numbers for caches or layers that have none and hold tokens: a compiled program made them, and another one goes on with them."""
+    """Numbers for caches or layers that have none and hold tokens: a compiled program made them, and another
+    one goes on with them.
+    """
     for thing in things:
         thing.number = new_number(thing)
 
@@ -64,7 +72,9 @@ def numbered(number: Tensor) -> Any:
 
 @dataclass(slots=True, eq=False)
 class Count:
-    """How many tokens a cache holds, as far as calls have ended: a compiled call that breaks off leaves it as it was."""
+    """How many tokens a cache holds, as far as calls have ended: a compiled call that breaks off leaves it as
+    it was.
+    """
 
     tokens: int = 0
 

@@ -88,7 +88,8 @@ class CacheRows(ABC):
         check_tensor("indices", indices)
         if indices.dim() != 1 or indices.dtype not in INT_DTYPES or not len(indices) or indices.is_meta:
             raise ShapeError(
-                f"indices must be a 1-dimensional int tensor, not on the meta device, got {indices.dtype} {tuple(indices.shape)}"
+                f"indices must be a 1-dimensional int tensor, not on the meta device, got {indices.dtype} "
+                f"{tuple(indices.shape)}"
             )
         if self.batch_size is None:
             return

@@ -32,7 +32,8 @@ def checked_shape(q: Tensor | None, k: Tensor, v: Tensor, latent: Latent | None)
         shape = x.shape  # every step pays for this
         if len(shape) != 4 or not shape[1] or not shape[3] or not x.is_floating_point():
             raise ShapeError(
-                f"{name} must be floating point of shape (batch, heads, length, dim), with at least 1 head and dim, got {x.dtype} "
+                f"{name} must be floating point of shape (batch, heads, length, dim), with at least 1 head and dim, "
+                f"got {x.dtype} "
                 f"{tuple(x.shape)}"
             )
     (batch, key_heads, length, key_dim), dtype, device = k.shape, taken_dtype(k), k.device
@@ -50,7 +51,8 @@ def checked_shape(q: Tensor | None, k: Tensor, v: Tensor, latent: Latent | None)
         _check_queries(q, k, v, latent)
     if latent is not None and key_heads != 1:
         raise ShapeError(
-            f"a cache that keeps hidden states is given those in place of keys, (batch, 1, length, E), got {tuple(k.shape)}"
+            "a cache that keeps hidden states is given those in place of keys, (batch, 1, length, E), got "
+            f"{tuple(k.shape)}"
         )
     return TokenShape(
         batch=batch,
@@ -64,7 +66,8 @@ def checked_shape(q: Tensor | None, k: Tensor, v: Tensor, latent: Latent | None)
 def _check_queries(q: Tensor, k: Tensor, v: Tensor, latent: Latent | None) -> None:
     if q.shape[1] % k.shape[1] or q.shape[1] % v.shape[1]:
         raise ShapeError(
-            f"the query heads must be a multiple of the key and value heads, got {q.shape[1]}, {k.shape[1]}, {v.shape[1]}"
+            f"the query heads must be a multiple of the key and value heads, got {q.shape[1]}, {k.shape[1]}, "
+            f"{v.shape[1]}"
         )
     if latent is None and q.shape[3] != k.shape[3]:
         raise ShapeError(f"head dimensions differ: q {q.shape[3]}, k {k.shape[3]}")
@@ -75,7 +78,9 @@ def _check_queries(q: Tensor, k: Tensor, v: Tensor, latent: Latent | None) -> No
 def check_layout_of_call(
     layout: LevelLayout | None, text: TextLayout | None, always: Layout | None, batch: int
 ) -> None:
-    """Raises unless a call is given the segments of its tokens where the layout is that of a ``text``, else no layout."""
+    """Raises unless a call is given the segments of its tokens where the layout is that of a ``text``, else
+    no layout.
+    """
     if layout is not None and text is None:
         raise ConfigError(f"the layout of this cache is always {always}: leave layout at None, got {describe(layout)}")
     if text is not None:
@@ -101,7 +106,9 @@ def checked_padding(given: Tensor | Sequence[int]) -> tuple[int, ...]:
 
 
 def check_options(layout: Any, latent: Any, **sizes: Any) -> None:
-    """Raises ``ConfigError`` unless the options of a ``LevelCache`` are in their ranges; only its ``page_size`` is never ``None``."""
+    """Raises ``ConfigError`` unless the options of a ``LevelCache`` are in their ranges; only its
+    ``page_size`` is never ``None``.
+    """
     kinds = (LevelLayout, GlobalWindowLayout, TextLayout, type(None))
     check_type("layout", layout, kinds, "a LevelLayout, GlobalWindowLayout, TextLayout or None")
     for name, value in sizes.items():

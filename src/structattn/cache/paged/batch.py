@@ -58,7 +58,9 @@ class Singles:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A request with several new tokens that follow others: which tokens of the call, and what is kept of those before, by group."""
+    """A request with several new tokens that follow others: which tokens of the call, and what is kept of
+    those before, by group.
+    """
 
     tokens: slice
     past: int
@@ -165,7 +167,9 @@ class Batch:
         return Chunk(slice(at, at + one.count), one.past, list(self._kept(one)))
 
     def _kept(self, one: Tokens) -> Iterator[tuple[Slots, int]]:
-        """For each group the slots of the tokens before, at their positions, that the new ones may need, and how many."""
+        """For each group the slots of the tokens before, at their positions, that the new ones may need, and
+        how many.
+        """
         for number, (group, size) in enumerate(zip(self.pool.groups, self.pool.slots, strict=True)):
             count, table = group.lifetime.kept(one.past), self.pool.tables[one.request][number]
             yield self._span(group.lifetime, size, table, one.past - count, one.past, 0), count

@@ -21,7 +21,9 @@ from structattn.ops.terms import ScoreTerms
 
 
 class PackedCache(ABC):
-    """What a model calls for the attention of the tokens of many requests that are concatenated in one row."""
+    """What a model calls for the attention of the tokens of many requests that are concatenated in one
+    row.
+    """
 
     @abstractmethod
     def attend(
@@ -80,14 +82,16 @@ class ShapeProbe(PackedCache):
 class PagedCache(PackedCache):
     """Keys and values of the attention layers of a model, for many requests that come and go.
 
-    The pool gives pages (``pages.reserve``); ``step`` says which tokens the next call of the model has, and within it every layer calls
-    ``attend`` once. As in ``LevelCache``, a level keeps the block that a request is in.
+    The pool gives pages (``pages.reserve``); ``step`` says which tokens the next call of the model has, and
+    within it every layer calls ``attend`` once. As in ``LevelCache``, a level keeps the block that a request
+    is in.
 
     Args:
         layers: what each layer keeps.
         pages: a pool for the same layers.
 
-    Cost: a decoding step copies what is kept of each request together, by level (one gather), and reads it once.
+    Cost: a decoding step copies what is kept of each request together, by level (one gather), and reads it
+        once.
 
     Source: pages and tables as in vLLM (Kwon et al. 2023, PagedAttention); a lifetime for each level is ours.
     """
@@ -101,10 +105,12 @@ class PagedCache(PackedCache):
 
     @contextmanager
     def step(self, requests: Sequence[Tokens]) -> Iterator[None]:
-        """A context for one call of the model with these tokens. After it the pages of blocks that have ended are free.
+        """A context for one call of the model with these tokens. After it the pages of blocks that have ended
+        are free.
 
         Raises:
-            CacheError: a request has no pages for its tokens; or a layer was left out, whose tokens would be missing later.
+            CacheError: a request has no pages for its tokens; or a layer was left out, whose tokens would be
+                missing later.
         """
         self._batch, self._done = Batch(self.pages, requests), set()
         try:
@@ -112,7 +118,8 @@ class PagedCache(PackedCache):
             if len(self._done) != len(self.layers):
                 missed = sorted(set(range(len(self.layers))) - self._done)
                 raise CacheError(
-                    f"the model left out the attention layers {missed} of {len(self.layers)}, and a paged cache keeps them all"
+                    f"the model left out the attention layers {missed} of {len(self.layers)}, and a paged cache keeps "
+                    "them all"
                 )
         finally:
             self._batch = None
@@ -133,7 +140,8 @@ class PagedCache(PackedCache):
         """See ``PackedCache``.
 
         Raises:
-            CacheError: there is no ``step``, the layer has had its tokens, or it is not of the layers that this cache was made for.
+            CacheError: there is no ``step``, the layer has had its tokens, or it is not of the layers that
+                this cache was made for.
         """
         found = LayerShape(layout, window, (k.shape[1], k.shape[3]), (v.shape[1], v.shape[3]))
         self._check(layer, found, q.shape)
@@ -179,7 +187,9 @@ class PagedCache(PackedCache):
             level.put(where.pages, where.slots, numbers[:, where.tokens])
 
     def _over_past(self, layer: int, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, options: ScoreTerms) -> Tensor:
-        """Attention of several tokens that follow others, over dense keys and values: zero where nothing is kept."""
+        """Attention of several tokens that follow others, over dense keys and values: zero where nothing is
+        kept.
+        """
         shape = self.layers[layer]
         q, k, v = (x[:, :, chunk.tokens] for x in (q, k, v))
         dense = [torch.cat([x.new_zeros((*x.shape[:2], chunk.past, x.shape[3])), x], dim=2) for x in (k, v)]

@@ -1,4 +1,6 @@
-"""What pages hold: the levels of all layers that keep a position equally long share one page table for each request."""
+"""What pages hold: the levels of all layers that keep a position equally long share one page table for each
+request.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from structattn.layout.levels import LevelLayout
 
 @dataclass(frozen=True, kw_only=True)
 class Lifetime:
-    """How long a level keeps a position: always, until its block ends, or until it is as far back as the window.
+    """How long a level keeps a position: always, until its block ends, or until it is as far back as the
+    window.
 
     Attributes:
         block: positions of a block; ``None`` at level 1.
@@ -95,7 +98,8 @@ class Part:
 
     Attributes:
         heads, dim: numbers of a token.
-        offset: numbers per slot before it, in a page of one slot; times the slots of a page, its place in a page.
+        offset: numbers per slot before it, in a page of one slot; times the slots of a page, its place in a
+            page.
     """
 
     heads: int
@@ -135,8 +139,8 @@ def groups_of(layers: Sequence[LayerShape]) -> tuple[Group, ...]:
 def page_numbers(groups: Sequence[Group], most_slots: int, length: int) -> int:
     """Numbers of a page, for all groups the same: few enough that pages which are not full cost little.
 
-    A group has as many slots of a page as fit. Of all sizes with at most ``most_slots`` slots in every group, this is the largest with which
-    requests take within a twentieth of the fewest pages' worth of numbers.
+    A group has as many slots of a page as fit. Of all sizes with at most ``most_slots`` slots in every group,
+    this is the largest with which requests take within a twentieth of the fewest pages' worth of numbers.
 
     Args:
         groups: of a model.

@@ -29,7 +29,8 @@ class LevelPages:
         self._page, self._head, self._first = memory.shape[1], slots * part.dim, slots * part.offset
         size, stride = (len(memory), part.heads, slots, part.dim), (self._page, self._head, part.dim, 1)
         self._view = memory.as_strided(size, stride, self._first)
-        # Every run of numbers as long as the slots of a head: gathered by where it begins, which is several times faster than by page and head.
+        # Every run of numbers as long as the slots of a head: gathered by where it begins, which is several
+        # times faster than by page and head.
         self._runs = memory.as_strided((memory.numel() - self._head + 1, self._head), (1, 1))
         self._each_head = torch.arange(part.heads, device=memory.device)[:, None]
         self._heads = self._head * self._each_head + self._first
@@ -43,7 +44,9 @@ class LevelPages:
         return self._view[pages, self._each_head, slots]
 
     def gathered(self, pages: Tensor, level: Level) -> Storage:
-        """The slots of pages (B, n) as those of one page, in a copy that lasts until this level is read again."""
+        """The slots of pages (B, n) as those of one page, in a copy that lasts until this level is read
+        again.
+        """
         where = (pages[:, None] * self._page + self._heads).flatten()
         size = len(where) * self._head
         if self.scratch.numel() < size:  # new memory for every copy takes longer than the copy
@@ -57,18 +60,21 @@ class LevelPages:
 class PagePool:
     """Memory for the cache of many requests, in pages that any level of any request can have.
 
-    A level keeps the positions of the block that a request is in, so that its pages go back to the pool when the block ends. A page holds
-    some positions of all layers whose level has that block size: one table of pages for each block size and request.
+    A level keeps the positions of the block that a request is in, so that its pages go back to the pool when
+    the block ends. A page holds some positions of all layers whose level has that block size: one table of
+    pages for each block size and request.
 
-    Requests can share pages of level 1, which holds every position: those of a beginning that an earlier request has computed (``note``,
-    ``begin``), or all (``fork``). A shared page is full, so that nobody writes to it. A page that no request has any more is kept while it
-    holds a beginning that was noted, until another request needs its memory: the one that was unused longest goes first.
+    Requests can share pages of level 1, which holds every position: those of a beginning that an earlier
+    request has computed (``note``, ``begin``), or all (``fork``). A shared page is full, so that nobody
+    writes to it. A page that no request has any more is kept while it holds a beginning that was noted, until
+    another request needs its memory: the one that was unused longest goes first.
 
     Args:
         layers: what each layer keeps.
         nbytes: of the pool; what is left of the last page is not used.
         dtype, device: of keys and values.
-        most_slots: positions of level 1 in a page, at most. Fewer are chosen where that wastes less memory. Default 256.
+        most_slots: positions of level 1 in a page, at most. Fewer are chosen where that wastes less memory.
+            Default 256.
         length: of a long request, for that choice. Default: the longest block.
 
     Attributes:
@@ -101,13 +107,15 @@ class PagePool:
         self.num_pages = nbytes // self.page_nbytes
         if self.num_pages < len(self.groups):
             raise ConfigError(
-                f"a pool of {nbytes:,} bytes has {self.num_pages} pages of {self.page_nbytes:,}, and a request needs {len(self.groups)} at least, one "
+                f"a pool of {nbytes:,} bytes has {self.num_pages} pages of {self.page_nbytes:,}, and a request needs "
+                f"{len(self.groups)} at least, one "
                 "for each block size of the levels: give it more memory"
             )
         # Page 0 belongs to no request and holds zeros: tables of different lengths are filled up with it.
         self.memory = torch.zeros((self.num_pages + 1, numbers), dtype=dtype, device=device)
         self.tables: dict[str, list[list[int]]] = {}
-        # By the number of a level within its layer: all levels of one layer are read before the next layer is.
+        # By the number of a level within its layer: all levels of one layer are read before the next layer
+        # is.
         most = 1 + max(number for group in self.groups for _, number in group.parts)
         self._scratch = [torch.empty(0, dtype=dtype, device=device) for _ in range(most)]
         self._fresh = 1  # from here on pages were never given away
@@ -149,13 +157,17 @@ class PagePool:
         return [found[number] for number in sorted(found)]
 
     def _wanted(self, past: int, count: int) -> list[int]:
-        """Pages of each group while ``count`` tokens follow ``past`` others: one token is decoded from them, several need no block that they end."""
+        """Pages of each group while ``count`` tokens follow ``past`` others: one token is decoded from them,
+        several need no block that they end.
+        """
         end = past + count
         counts = (group.lifetime.slots(past) if count == 1 else group.lifetime.kept(end) for group in self.groups)
         return [-(-found // slots) for found, slots in zip(counts, self.slots, strict=True)]
 
     def needed(self, length: int) -> int:
-        """Pages that a request has after ``length`` tokens, and so at least while it is given the last of them."""
+        """Pages that a request has after ``length`` tokens, and so at least while it is given the last of
+        them.
+        """
         return sum(
             -(-group.lifetime.kept(length) // slots) for group, slots in zip(self.groups, self.slots, strict=True)
         )
@@ -166,7 +178,9 @@ class PagePool:
         return sum(max(0, wanted - len(pages)) for wanted, pages in zip(self._wanted(past, count), table, strict=True))
 
     def reserve(self, request: str, past: int, count: int) -> bool:
-        """Gives a request the pages for ``count`` tokens after ``past`` others; false, and nothing is changed, where there are too few."""
+        """Gives a request the pages for ``count`` tokens after ``past`` others; false, and nothing is
+        changed, where there are too few.
+        """
         if self.missing(request, past, count) > self.num_available:
             return False
         table = self.tables.setdefault(request, [[] for _ in self.groups])
@@ -182,7 +196,8 @@ class PagePool:
     def begin(self, request: str, tokens: Sequence[int]) -> int:
         """Gives a new request the pages of the longest beginning of its tokens that was noted.
 
-        The last token is never among them, since its logits are asked for. A page of which the beginning is only a part is copied.
+        The last token is never among them, since its logits are asked for. A page of which the beginning is
+        only a part is copied.
 
         Returns:
             The tokens that the request need not compute.
@@ -216,7 +231,8 @@ class PagePool:
     def note(self, request: str, tokens: Sequence[int]) -> None:
         """Lets later requests begin with pages of this one.
 
-        A page of it that is full, and that another request has computed as well, is given back, and that of the other one taken.
+        A page of it that is full, and that another request has computed as well, is given back, and that of
+        the other one taken.
 
         Args:
             request: its name.
@@ -234,7 +250,8 @@ class PagePool:
                 own[number] = known[number]
 
     def fork(self, source: str, request: str, length: int) -> bool:
-        """Gives a new request what another one has after ``length`` tokens; false, and nothing is changed, where there are too few pages.
+        """Gives a new request what another one has after ``length`` tokens; false, and nothing is changed,
+        where there are too few pages.
 
         Full pages of level 1 are shared, and the others copied.
         """
@@ -276,7 +293,9 @@ class PagePool:
         self._cached.pop(page, None)
 
     def _release(self, pages: Sequence[int]) -> None:
-        """Takes back pages, of which the last ones are used again first: without them those before can still be shared."""
+        """Takes back pages, of which the last ones are used again first: without them those before can still
+        be shared.
+        """
         for page in reversed(pages):
             self._uses[page] -= 1
             if self._uses[page]:
@@ -287,7 +306,9 @@ class PagePool:
                 self._returned.append(page)
 
     def trim(self, request: str, length: int) -> None:
-        """Takes back the pages that no token after ``length`` tokens needs; those of a request without pages are none."""
+        """Takes back the pages that no token after ``length`` tokens needs; those of a request without pages
+        are none.
+        """
         for group, slots, pages in zip(self.groups, self.slots, self.tables.get(request, ()), strict=False):
             kept = -(-group.lifetime.kept(length) // slots)
             self._release(pages[kept:])

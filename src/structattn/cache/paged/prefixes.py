@@ -12,8 +12,8 @@ from structattn.cache.paged.geometry import Group
 def share_unit(groups: Sequence[Group], slots: int) -> int | None:
     """Tokens in steps of which beginnings can be shared, or ``None`` if they cannot.
 
-    Where all deeper blocks end, a request needs the pages of the first group and nothing else. A window keeps the last tokens wherever the
-    request is, so that there is no such position.
+    Where all deeper blocks end, a request needs the pages of the first group and nothing else. A window keeps
+    the last tokens wherever the request is, so that there is no such position.
 
     Args:
         groups: of the pool, see ``groups_of``.
@@ -48,7 +48,8 @@ class _Node:
 
 
 class PrefixIndex:
-    """The texts whose beginnings are in pages: a tree, in which each node follows its parent by one unit of tokens.
+    """The texts whose beginnings are in pages: a tree, in which each node follows its parent by one unit of
+    tokens.
 
     Tokens are compared, not hashed: equal beginnings only are found.
 
@@ -56,9 +57,11 @@ class PrefixIndex:
         unit: see ``share_unit``.
         slots: positions in a page.
 
-    Cost: one dictionary entry, and the tokens, for each unit that is kept; looking up takes time in proportion to what is found.
+    Cost: one dictionary entry, and the tokens, for each unit that is kept; looking up takes time in
+        proportion to what is found.
 
-    Source: sharing complete blocks by their tokens as in vLLM and transformers; the tree as in SGLang (Zheng et al. 2024, RadixAttention).
+    Source: sharing complete blocks by their tokens as in vLLM and transformers; the tree as in SGLang (Zheng
+        et al. 2024, RadixAttention).
     """
 
     def __init__(self, unit: int, slots: int) -> None:
@@ -70,7 +73,9 @@ class PrefixIndex:
         return page in self._nodes
 
     def _units(self, tokens: Sequence[int]) -> Iterator[tuple[tuple[int, ...], slice]]:
-        """Each whole unit of a text, and which pages hold it: the first may hold the end of the unit before."""
+        """Each whole unit of a text, and which pages hold it: the first may hold the end of the unit
+        before.
+        """
         for first, end in pairwise(range(0, len(tokens) + 1, self.unit)):
             yield tuple(tokens[first:end]), slice(first // self.slots, -(-end // self.slots))
 
@@ -86,7 +91,9 @@ class PrefixIndex:
         return length, pages
 
     def add(self, tokens: Sequence[int], pages: Sequence[int]) -> None:
-        """Notes all whole units of a text whose pages are ``pages``; what is known already stays where it is."""
+        """Notes all whole units of a text whose pages are ``pages``; what is known already stays where it
+        is.
+        """
         node = self._root
         for unit, where in self._units(tokens):
             if (found := node.children.get(unit)) is None:

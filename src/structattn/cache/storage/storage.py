@@ -168,7 +168,9 @@ class Storage:
             span.page.write(x.narrow(2, span.offset, span.size), rows, span.slot)
 
     def write_each(self, x: Tensor, slots: list[int | None]) -> None:
-        """Stores x (B, heads, 1, dim), one position per row, in slot ``slots[b]``; ``None``: row b has none."""
+        """Stores x (B, heads, 1, dim), one position per row, in slot ``slots[b]``; ``None``: row b has
+        none.
+        """
         for page, rows, places in self._located(slots):
             page.write_each(x[rows, :, 0], rows, places)
 
@@ -214,6 +216,7 @@ def _check_memory(like: Tensor, nbytes: int) -> None:
         free = free_memory()
         if free is not None and nbytes > free:
             raise CacheError(
-                f"the cache would take {nbytes:,} bytes for one level of one layer, and this machine has {free:,} left: give a smaller "
+                f"the cache would take {nbytes:,} bytes for one level of one layer, and this machine has {free:,} "
+                "left: give a smaller "
                 "max_length or page_size, or leave them at their defaults, with which memory grows with the tokens"
             )

@@ -34,6 +34,7 @@ coverage: $(VENV)/.installed-more
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror src/structattn/ops/native/*.cpp src/structattn/ops/native/*.h
 	$(BIN)/mypy
 
 # The site, in site/: strict, and without network.

@@ -1,6 +1,8 @@
-// Structured attention on a CPU: forward and backward in one pass over tiles of queries and keys, in memory linear in their numbers.
+// Structured attention on a CPU: forward and backward in one pass over tiles of queries and keys, in memory linear in
+// their numbers.
 //
-// The weights are those of an online softmax, and are computed again from the log-sum-exp in the backward pass (Dao et al. 2022, FlashAttention).
+// The weights are those of an online softmax, and are computed again from the log-sum-exp in the backward pass (Dao et
+// al. 2022, FlashAttention).
 #include "decode.h"
 #include "terms.h"
 #include "tiles.h"
@@ -46,18 +48,21 @@ std::vector<Span> spans_of(const Tensor& x) {
 std::vector<int64_t> runs_of(const std::vector<Span>& spans) {
   std::vector<int64_t> runs;
   for (size_t n = 0; n < spans.size(); ++n)
-    if (n == 0 || spans[n].row != spans[n - 1].row || spans[n].key != spans[n - 1].key) runs.push_back(static_cast<int64_t>(n));
+    if (n == 0 || spans[n].row != spans[n - 1].row || spans[n].key != spans[n - 1].key)
+      runs.push_back(static_cast<int64_t>(n));
   runs.push_back(static_cast<int64_t>(spans.size()));
   return runs;
 }
 
-// Memory for results (B, H, T, size) of some spans, with `rows` rows in each head: 0 only where there are more, which nothing writes. The order of heads
-// and rows in memory is that of an input: projections of hidden states have the heads of a token side by side, and get gradients of this form
-// without a copy. With several parts (parts, B, H, T, size). No views: autograd refuses changes in place of some.
+// Memory for results (B, H, T, size) of some spans, with `rows` rows in each head: 0 only where there are more, which
+// nothing writes. The order of heads and rows in memory is that of an input: projections of hidden states have the
+// heads of a token side by side, and get gradients of this form without a copy. With several parts (parts, B, H, T,
+// size). No views: autograd refuses changes in place of some.
 Tensor results(const Tensor& like, int64_t size, int64_t rows, int64_t parts = 1) {
   const int64_t batch = like.size(0), heads = like.size(1), length = like.size(2), numbers = heads * length * size;
   const bool by_token = like.stride(1) > 0 && like.stride(1) < like.stride(2);
-  std::vector<int64_t> sizes{batch, heads, length, size}, strides{numbers, by_token ? size : length * size, by_token ? heads * size : size, 1};
+  std::vector<int64_t> sizes{batch, heads, length, size},
+      strides{numbers, by_token ? size : length * size, by_token ? heads * size : size, 1};
   if (parts > 1) {
     sizes.insert(sizes.begin(), parts);
     strides.insert(strides.begin(), batch * numbers);
@@ -77,11 +82,13 @@ int64_t queries_in(const std::vector<Span>& spans) {
   return rows;
 }
 
-// Keys (or values) of all spans and heads, transposed, and where those of each begin. Heads that are one in memory are kept once.
+// Keys (or values) of all spans and heads, transposed, and where those of each begin. Heads that are one in memory are
+// kept once.
 template <typename T>
 class Packed {
  public:
-  Packed(const std::vector<Span>& spans, const Tensor& x) : heads_(x.stride(1) == 0 ? std::min<int64_t>(x.size(1), 1) : x.size(1)), dim_(x.size(3)) {
+  Packed(const std::vector<Span>& spans, const Tensor& x)
+      : heads_(x.stride(1) == 0 ? std::min<int64_t>(x.size(1), 1) : x.size(1)), dim_(x.size(3)) {
     int64_t total = 0;
     for (const Span& span : spans) {
       first_.push_back(total);
@@ -92,7 +99,8 @@ class Packed {
     at::parallel_for(0, static_cast<int64_t>(spans.size()) * heads_, 1, [&](int64_t begin, int64_t end) {
       for (int64_t n = begin; n < end; ++n) {
         const Span& span = spans[n / heads_];
-        pack<T>(view.at(span.row, n % heads_, span.key), view.row, span.num_keys, dim_, at(n / heads_, n % heads_, span));
+        pack<T>(view.at(span.row, n % heads_, span.key), view.row, span.num_keys, dim_,
+                at(n / heads_, n % heads_, span));
       }
     });
   }
@@ -117,10 +125,12 @@ inline void multiplied(const T* x, T factor, int64_t size, T* out) {
 template <typename T>
 void scaled(const Layout<T>& layout, const T* x, int64_t stride, int64_t rows, T* out, int64_t out_stride) {
   for (int64_t i = 0; i < rows; ++i)
-    at::vec::map2<T>([](Vec<T> a, Vec<T> b) { return a * b; }, out + i * out_stride, x + i * stride, layout.per_dim.data(), layout.dim());
+    at::vec::map2<T>([](Vec<T> a, Vec<T> b) { return a * b; }, out + i * out_stride, x + i * stride,
+                     layout.per_dim.data(), layout.dim());
 }
 
-// Queries of a tile, also times the factor of a number of levels, which changes a few times only from the farthest keys to the nearest.
+// Queries of a tile, also times the factor of a number of levels, which changes a few times only from the farthest keys
+// to the nearest.
 template <typename T>
 class Query {
  public:
@@ -148,8 +158,8 @@ class Query {
   std::vector<T> own_, counted_;
 };
 
-// Makes the scores of a row weights, and adds them up, into a vector of sums: only the last of them takes its numbers together. What was summed
-// before is scaled where a larger score comes.
+// Makes the scores of a row weights, and adds them up, into a vector of sums: only the last of them takes its numbers
+// together. What was summed before is scaled where a larger score comes.
 template <typename T>
 void weigh(T* row, int64_t first, int64_t last, T* sums, int64_t size, T& most, T* total) {
   using V = Vec<T>;
@@ -178,8 +188,8 @@ void weigh(T* row, int64_t first, int64_t last, T* sums, int64_t size, T& most, 
 }
 
 template <typename T>
-std::tuple<Tensor, Tensor> forward_of(const Tensor& q, const Tensor& k, const Tensor& v, const Layout<T>& layout, const Terms<T>& terms,
-                                     const std::vector<Span>& spans) {
+std::tuple<Tensor, Tensor> forward_of(const Tensor& q, const Tensor& k, const Tensor& v, const Layout<T>& layout,
+                                      const Terms<T>& terms, const std::vector<Span>& spans) {
   using V = Vec<T>;
   constexpr int64_t W = V::size();
   const int64_t heads = q.size(1), share = heads / k.size(1), size = layout.value_dim();
@@ -193,7 +203,8 @@ std::tuple<Tensor, Tensor> forward_of(const Tensor& q, const Tensor& k, const Te
   for (size_t n = 0; n < spans.size(); ++n) {
     const int64_t tiles = tiles_of(spans[n].num_queries, kRows);
     for (int64_t h = 0; h < heads; ++h)
-      for (int64_t i = 0; i < tiles; ++i)  // the first and the last in turn: their work differs, that of the threads should not
+      for (int64_t i = 0; i < tiles;
+           ++i)  // the first and the last in turn: their work differs, that of the threads should not
         work.push_back({static_cast<int64_t>(n), h, (i % 2 ? tiles - 1 - i / 2 : i / 2) * kRows});
   }
   at::parallel_for(0, static_cast<int64_t>(work.size()), 1, [&](int64_t begin, int64_t end) {
@@ -211,7 +222,8 @@ std::tuple<Tensor, Tensor> forward_of(const Tensor& q, const Tensor& k, const Te
       const T* packed = keys.at(number, head / share, span);
       for (const Tile<T>& tile : tiles.of(span, first, rows)) {
         const T* key_t = packed + tile.from * layout.dim();
-        tile.products(layout.dims, layout.per_count.data(), query.counted(tile.base()), layout.dim(), key_t, score.data());
+        tile.products(layout.dims, layout.per_count.data(), query.counted(tile.base()), layout.dim(), key_t,
+                      score.data());
         terms.add(span, head, first, rows, tile, score.data(), nullptr);
         for (int64_t i = 0; i < rows; ++i) {
           const auto [low, high] = tile.seen(i, kNone<T>, score.data() + i * kCols);
@@ -239,31 +251,41 @@ std::tuple<Tensor, Tensor> forward_of(const Tensor& q, const Tensor& k, const Te
 }
 
 template <typename T>
-std::tuple<Tensor, Tensor, Tensor> backward_of(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& lse,
-                                               const Tensor& delta, const Layout<T>& layout, const Terms<T>& terms, const std::vector<Span>& spans) {
+std::tuple<Tensor, Tensor, Tensor> backward_of(const Tensor& grad_out, const Tensor& q, const Tensor& k,
+                                               const Tensor& v, const Tensor& lse, const Tensor& delta,
+                                               const Layout<T>& layout, const Terms<T>& terms,
+                                               const std::vector<Span>& spans) {
   using V = Vec<T>;
   constexpr int64_t W = V::size();
-  const int64_t heads = q.size(1), groups = k.size(1), share = heads / groups, dim = layout.dim(), size = layout.value_dim();
+  const int64_t heads = q.size(1), groups = k.size(1), share = heads / groups, dim = layout.dim(),
+                size = layout.value_dim();
   const std::vector<int64_t> runs = runs_of(spans);  // one thread adds to the gradients of the keys of a run
   const int64_t pairs = static_cast<int64_t>(runs.size() - 1) * groups, threads = at::get_num_threads();
-  // Where there are fewer key heads than threads, each adds up gradients of keys and values of its own for a part of the queries.
+  // Where there are fewer key heads than threads, each adds up gradients of keys and values of its own for a part of
+  // the queries.
   int64_t splits = 1, most_tiles = 1, most_keys = 0;
   for (const Span& span : spans) {
     most_tiles = std::max(most_tiles, tiles_of(span.num_queries, kRows));
     most_keys = std::max(most_keys, tiles_of(span.num_keys, kCols) * kCols);
   }
-  if (pairs == 0) splits = 1;  // all rows are padding
-  else if (pairs < threads) splits = tiles_of(threads, pairs);
-  else if (pairs % threads != 0 && pairs < 4 * threads) splits = tiles_of(4 * threads, pairs);
+  if (pairs == 0)
+    splits = 1;  // all rows are padding
+  else if (pairs < threads)
+    splits = tiles_of(threads, pairs);
+  else if (pairs % threads != 0 && pairs < 4 * threads)
+    splits = tiles_of(4 * threads, pairs);
   splits = std::min(splits, most_tiles);
   int64_t num_keys = 0;
   for (size_t n = 0; n + 1 < runs.size(); ++n) num_keys += spans[runs[n]].num_keys;
-  Tensor grad_q = results(q, dim, queries_in(spans)), grad_k = results(k, dim, num_keys, splits), grad_v = results(v, size, num_keys, splits);
+  Tensor grad_q = results(q, dim, queries_in(spans)), grad_k = results(k, dim, num_keys, splits),
+         grad_v = results(v, size, num_keys, splits);
   const int64_t part_k = k.size(0) * groups * k.size(2) * dim, part_v = k.size(0) * groups * k.size(2) * size;
   const Packed<T> keys_t(spans, k), values_t(spans, v);
-  const View<T> queries_of(q), keys(k), outward(grad_out), to_q(grad_q), to_k(splits == 1 ? grad_k : grad_k[0]), to_v(splits == 1 ? grad_v : grad_v[0]);
+  const View<T> queries_of(q), keys(k), outward(grad_out), to_q(grad_q), to_k(splits == 1 ? grad_k : grad_k[0]),
+      to_v(splits == 1 ? grad_v : grad_v[0]);
   at::parallel_for(0, pairs * splits, 1, [&](int64_t begin, int64_t end) {
-    std::vector<T> weight(kRows * kCols), change(kRows * kCols), sums(kRows * dim), shift(kRows), slope(terms.has_softcap() ? kRows * kCols : 0);
+    std::vector<T> weight(kRows * kCols), change(kRows * kCols), sums(kRows * dim), shift(kRows),
+        slope(terms.has_softcap() ? kRows * kCols : 0);
     // Gradients of a sequence and its key head, packed: what is added to narrow slices.
     std::vector<T> packed_k(layout.is_narrow ? most_keys * dim : 0), packed_v(layout.is_narrow ? most_keys * size : 0);
     Query<T> query(layout);
@@ -282,7 +304,8 @@ std::tuple<Tensor, Tensor, Tensor> backward_of(const Tensor& grad_out, const Ten
         std::fill(packed_v.begin(), packed_v.end(), T(0));
         for (int64_t head = group * share; head < (group + 1) * share; ++head) {
           for (int64_t first = split * kRows; first < span.num_queries; first += splits * kRows) {
-            const int64_t rows = std::min(kRows, span.num_queries - first), at = (span.row * heads + head) * q.size(2) + span.query + first;
+            const int64_t rows = std::min(kRows, span.num_queries - first),
+                          at = (span.row * heads + head) * q.size(2) + span.query + first;
             query.set(queries_of.at(span.row, head, span.query + first), queries_of.row, rows);
             std::fill(sums.begin(), sums.end(), T(0));
             for (int64_t i = 0; i < rows; ++i) {  // a row that sees nothing has weights 0
@@ -293,7 +316,8 @@ std::tuple<Tensor, Tensor, Tensor> backward_of(const Tensor& grad_out, const Ten
             const T* own = outward.at(span.row, head, span.query + first);
             for (const Tile<T>& tile : tiles.of(span, first, rows)) {
               const T* factors = layout.per_count.data();
-              tile.products(layout.dims, factors, query.counted(tile.base()), dim, key_t + tile.from * dim, weight.data());
+              tile.products(layout.dims, factors, query.counted(tile.base()), dim, key_t + tile.from * dim,
+                            weight.data());
               terms.add(span, head, first, rows, tile, weight.data(), slope.empty() ? nullptr : slope.data());
               tile.products(layout.value_dims, nullptr, own, outward.row, value_t + tile.from * size, change.data());
               for (int64_t i = 0; i < rows; ++i) {
@@ -309,7 +333,8 @@ std::tuple<Tensor, Tensor, Tensor> backward_of(const Tensor& grad_out, const Ten
                 if (!slope.empty())  // what is hidden may be no number
                   for (int64_t c = low; c < high; ++c) d[c] = w[c] == 0 ? T(0) : d[c] * slope[i * kCols + c];
               }
-              T *const of_values = own_v + tile.from * to_v.row, *const of_values_t = packed_v.data() + tile.from * size;
+              T *const of_values = own_v + tile.from * to_v.row, *const of_values_t =
+                                                                     packed_v.data() + tile.from * size;
               tile.walk(layout.value_dims, weight.data(), [&](int64_t step, int64_t begin, int64_t count) {
                 tile.add_to_columns(step, weight.data(), own + begin, outward.row, count, of_values + begin, to_v.row,
                                     of_values_t + begin * kCols);
@@ -319,7 +344,8 @@ std::tuple<Tensor, Tensor, Tensor> backward_of(const Tensor& grad_out, const Ten
               const T* key = keys.at(span.row, group, span.key + tile.from);
               tile.walk(layout.dims, change.data(), [&](int64_t step, int64_t begin, int64_t count) {
                 tile.add_to_rows(step, change.data(), key + begin, keys.row, count, sums.data() + begin, dim);
-                tile.add_to_columns(step, change.data(), query.data() + begin, dim, count, of_keys + begin, to_k.row, of_keys_t + begin * kCols);
+                tile.add_to_columns(step, change.data(), query.data() + begin, dim, count, of_keys + begin, to_k.row,
+                                    of_keys_t + begin * kCols);
               });
             }
             scaled<T>(layout, sums.data(), dim, rows, to_q.at(span.row, head, span.query + first), to_q.row);
@@ -341,12 +367,13 @@ std::tuple<Tensor, Tensor, Tensor> backward_of(const Tensor& grad_out, const Ten
   return {grad_q, grad_k, grad_v};
 }
 
-// The arguments of a call. Of its layout: ranks, value ranks, factors per level and per number of levels, intervals (2, levels, positions), the
-// position of their first. Of its scores: the soft cap, 0 for none; slopes (1 or B, H); bias and mask (B, H, T, S).
-#define STRUCTATTN_CALL                                                                                                                    \
-  const Tensor &spans, at::IntArrayRef ranks, at::IntArrayRef value_ranks, at::ArrayRef<double> per_level, at::ArrayRef<double> per_count, \
-      const Tensor &intervals, int64_t first_position, double softcap, const std::optional<Tensor>&slopes,                                 \
-      const std::optional<Tensor>&bias, const std::optional<Tensor>&mask
+// The arguments of a call. Of its layout: ranks, value ranks, factors per level and per number of levels, intervals (2,
+// levels, positions), the position of their first. Of its scores: the soft cap, 0 for none; slopes (1 or B, H); bias
+// and mask (B, H, T, S).
+#define STRUCTATTN_CALL                                                                                    \
+  const Tensor &spans, at::IntArrayRef ranks, at::IntArrayRef value_ranks, at::ArrayRef<double> per_level, \
+      at::ArrayRef<double> per_count, const Tensor &intervals, int64_t first_position, double softcap,     \
+      const std::optional<Tensor>&slopes, const std::optional<Tensor>&bias, const std::optional<Tensor>&mask
 
 template <typename F>
 auto by_dtype(const Tensor& q, const F& f) {
@@ -361,31 +388,38 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tenso
   });
 }
 
-std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& lse,
-                                            const Tensor& delta, STRUCTATTN_CALL) {
+std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
+                                            const Tensor& lse, const Tensor& delta, STRUCTATTN_CALL) {
   return by_dtype(q, [&](auto zero) {
     using T = decltype(zero);
     const Layout<T> layout(ranks, value_ranks, per_level, per_count, intervals, first_position);
-    return backward_of<T>(grad_out, q, k, v, lse, delta, layout, Terms<T>(softcap, slopes, bias, mask), spans_of(spans));
+    return backward_of<T>(grad_out, q, k, v, lse, delta, layout, Terms<T>(softcap, slopes, bias, mask),
+                          spans_of(spans));
   });
 }
 
-Tensor step(const std::optional<Tensor>& q, const Tensor& k, const Tensor& v, const Tensor& factors, const std::optional<Tensor>& order,
-            at::TensorList pages, const Tensor& plan, const Tensor& old, int64_t position, int64_t number) {
-  return by_dtype(k, [&](auto zero) { return stepped<decltype(zero)>(q, k, v, factors, order, pages, plan, old, position, number); });
+Tensor step(const std::optional<Tensor>& q, const Tensor& k, const Tensor& v, const Tensor& factors,
+            const std::optional<Tensor>& order, at::TensorList pages, const Tensor& plan, const Tensor& old,
+            int64_t position, int64_t number) {
+  return by_dtype(k, [&](auto zero) {
+    return stepped<decltype(zero)>(q, k, v, factors, order, pages, plan, old, position, number);
+  });
 }
 
 }  // namespace
 
-#define STRUCTATTN_SCHEMA \
-  "Tensor spans, int[] ranks, int[] value_ranks, float[] per_level, float[] per_count, Tensor intervals, int first_position, float softcap, " \
+#define STRUCTATTN_SCHEMA                                                                                      \
+  "Tensor spans, int[] ranks, int[] value_ranks, float[] per_level, float[] per_count, Tensor intervals, int " \
+  "first_position, float softcap, "                                                                            \
   "Tensor? slopes, Tensor? bias, Tensor? mask)"
 
 TORCH_LIBRARY(structattn_native, m) {
   m.def("forward(Tensor q, Tensor k, Tensor v, " STRUCTATTN_SCHEMA " -> (Tensor, Tensor)");
-  m.def("backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor lse, Tensor delta, " STRUCTATTN_SCHEMA " -> (Tensor, Tensor, Tensor)");
+  m.def("backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor lse, Tensor delta, " STRUCTATTN_SCHEMA
+        " -> (Tensor, Tensor, Tensor)");
   m.def(
-      "step(Tensor? q, Tensor k, Tensor v, Tensor factors, Tensor? order, Tensor[](a!) pages, Tensor(b!) plan, Tensor(c!) old, int position, "
+      "step(Tensor? q, Tensor k, Tensor v, Tensor factors, Tensor? order, Tensor[](a!) pages, Tensor(b!) plan, "
+      "Tensor(c!) old, int position, "
       "int number) -> Tensor");
 }
 

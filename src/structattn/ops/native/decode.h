@@ -23,7 +23,8 @@ void add_scores(const T* q, const T* x, int64_t stride, int64_t dims, int64_t si
   for (int64_t from = 0; from < size; from += kChunk) {
     const int64_t count = std::min(kChunk, size - from);
     T* to = out + from;
-    if (before == 0) std::fill(to, to + count, T(0));
+    if (before == 0)
+      std::fill(to, to + count, T(0));
     else if (before != 1)
       for (int64_t c = 0; c < count; ++c) to[c] *= before;
     int64_t d = 0;
@@ -101,7 +102,8 @@ std::vector<Weighed<T>> weighed(const Kept& kept, int64_t position, const T* bef
     const int64_t low = levels[0].seen(position, kept.chunk);
     Weighed<T> one{position + 1 - low, {}, {}};
     for (const Stored& level : levels) {
-      add_spans<T>(level, level.seen(position, kept.chunk), position, level.begin(position, kept.chunk), low, dim, *before++, one.keys);
+      add_spans<T>(level, level.seen(position, kept.chunk), position, level.begin(position, kept.chunk), low, dim,
+                   *before++, one.keys);
       dim += level.dims;
     }
     int64_t value_dim = 0;
@@ -117,9 +119,11 @@ std::vector<Weighed<T>> weighed(const Kept& kept, int64_t position, const T* bef
   return out;
 }
 
-// Weighted sums (B, H, 1, value dims) of queries (B, H, 1, D), times `factors` (D). The query heads of a key (or value) head read its row.
+// Weighted sums (B, H, 1, value dims) of queries (B, H, 1, D), times `factors` (D). The query heads of a key (or value)
+// head read its row.
 template <typename T>
-void attend(const at::Tensor& query, const Order& order, const T* factors, const std::vector<Weighed<T>>& softmaxes, int64_t key_rows, int64_t value_rows, at::Tensor& out) {
+void attend(const at::Tensor& query, const Order& order, const T* factors, const std::vector<Weighed<T>>& softmaxes,
+            int64_t key_rows, int64_t value_rows, at::Tensor& out) {
   const int64_t heads = query.size(1), rows = query.size(0) * heads, dim = query.size(3), value_dim = out.size(3);
   const int64_t per_key = rows / key_rows, per_value = rows / value_rows;
   const T* q = query.const_data_ptr<T>();
@@ -136,8 +140,8 @@ void attend(const at::Tensor& query, const Order& order, const T* factors, const
       std::fill(sums, sums + value_dim, T(0));
       for (const Weighed<T>& one : softmaxes) {
         for (const CacheSpan<T>& span : one.keys)
-          add_scores<T>(scaled.data() + span.first, span.numbers + r / per_key * span.row_stride, span.stride, span.dims, span.size, span.before,
-                        weight.data() + span.column);
+          add_scores<T>(scaled.data() + span.first, span.numbers + r / per_key * span.row_stride, span.stride,
+                        span.dims, span.size, span.before, weight.data() + span.column);
         softmax<T>(weight.data(), one.columns);
         for (const CacheSpan<T>& span : one.values) {
           const T* numbers = span.numbers + r / per_value * span.row_stride;
@@ -149,12 +153,15 @@ void attend(const at::Tensor& query, const Order& order, const T* factors, const
   });
 }
 
-// Writes a token into what a cache keeps, and returns its attention to all tokens there are; without a query, nothing. What was in the slots of
-// the token goes to `old`, with the number of the step in front of the plan, which says that it is there.
+// Writes a token into what a cache keeps, and returns its attention to all tokens there are; without a query, nothing.
+// What was in the slots of the token goes to `old`, with the number of the step in front of the plan, which says that
+// it is there.
 template <typename T>
-at::Tensor stepped(const std::optional<at::Tensor>& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& factors,
-                   const std::optional<at::Tensor>& order, const at::TensorList pages, const at::Tensor& plan, const at::Tensor& old, int64_t position, int64_t number) {
-  TORCH_CHECK(!order || (order->is_contiguous() && order->dim() == 2 && k.size(1) % order->size(0) == 0 && order->size(1) == k.size(3)),
+at::Tensor stepped(const std::optional<at::Tensor>& q, const at::Tensor& k, const at::Tensor& v,
+                   const at::Tensor& factors, const std::optional<at::Tensor>& order, const at::TensorList pages,
+                   const at::Tensor& plan, const at::Tensor& old, int64_t position, int64_t number) {
+  TORCH_CHECK(!order || (order->is_contiguous() && order->dim() == 2 && k.size(1) % order->size(0) == 0 &&
+                         order->size(1) == k.size(3)),
               "an order of dimensions does not fit the keys");
   const Kept kept(plan, pages);
   at::Tensor out = q ? at::empty({q->size(0), q->size(1), 1, v.size(3)}, q->options()) : at::empty({0}, k.options());
@@ -166,7 +173,8 @@ at::Tensor stepped(const std::optional<at::Tensor>& q, const at::Tensor& k, cons
   *plan.data_ptr<int64_t>() = number;
   if (!q) return out;
   const T* const factor = factors.const_data_ptr<T>();
-  attend<T>(*q, Order(order), factor, weighed<T>(kept, position, factor + q->size(3)), keys[0].rows(), kept.values[0].rows(), out);
+  attend<T>(*q, Order(order), factor, weighed<T>(kept, position, factor + q->size(3)), keys[0].rows(),
+            kept.values[0].rows(), out);
   return out;
 }
 

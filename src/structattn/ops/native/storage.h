@@ -12,8 +12,8 @@ namespace structattn {
 
 // A level of the keys or of the values of a cache.
 struct Stored {
-  int64_t block;  // positions of a block, 0 where there are none
-  int64_t start;  // of the current block, or -1: it follows from the size of blocks
+  int64_t block;         // positions of a block, 0 where there are none
+  int64_t start;         // of the current block, or -1: it follows from the size of blocks
   int64_t ring, window;  // 0 for none; in a ring, position x is in slot x modulo its size
   int64_t dims;
   const at::Tensor* pages;  // (rows, dims, slots)
@@ -51,8 +51,8 @@ struct CacheSpan {
 
 // The spans of positions first ... last of a level, whose columns begin at `low`.
 template <typename T>
-void add_spans(const Stored& level, int64_t first, int64_t last, int64_t begin, int64_t low, int64_t dim,
-               T before, std::vector<CacheSpan<T>>& out) {
+void add_spans(const Stored& level, int64_t first, int64_t last, int64_t begin, int64_t low, int64_t dim, T before,
+               std::vector<CacheSpan<T>>& out) {
   for (int64_t position = first; position <= last;) {
     int64_t slot = level.ring ? position % level.ring : position - begin;
     int64_t size = last + 1 - position;

@@ -21,13 +21,16 @@ struct Pairs {
     data = x->const_data_ptr<T>();
     batch = x->stride(0), head = x->stride(1), query = x->stride(2), key = x->stride(3);
   }
-  const T* at(int64_t b, int64_t h, int64_t i, int64_t j) const { return data + b * batch + h * head + i * query + j * key; }
+  const T* at(int64_t b, int64_t h, int64_t i, int64_t j) const {
+    return data + b * batch + h * head + i * query + j * key;
+  }
 };
 
 template <typename T>
 class Terms {
  public:
-  Terms(double softcap, const std::optional<at::Tensor>& slopes, const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& mask)
+  Terms(double softcap, const std::optional<at::Tensor>& slopes, const std::optional<at::Tensor>& bias,
+        const std::optional<at::Tensor>& mask)
       : cap_(static_cast<T>(softcap)), bias_(bias), mask_(mask) {
     if (!slopes.has_value()) return;
     slopes_ = slopes->const_data_ptr<T>();
@@ -35,9 +38,12 @@ class Terms {
   }
 
   bool has_softcap() const { return cap_ > 0; }
-  bool is_empty() const { return !has_softcap() && slopes_ == nullptr && bias_.data == nullptr && mask_.data == nullptr; }
+  bool is_empty() const {
+    return !has_softcap() && slopes_ == nullptr && bias_.data == nullptr && mask_.data == nullptr;
+  }
 
-  // Scores of the rows of a tile, whose first query is `first`. `slope`, where it is given, becomes the derivative of the soft cap.
+  // Scores of the rows of a tile, whose first query is `first`. `slope`, where it is given, becomes the derivative of
+  // the soft cap.
   void add(const Span& span, int64_t head, int64_t first, int64_t rows, const Tile<T>& tile, T* score, T* slope) const {
     using V = Vec<T>;
     constexpr int64_t W = V::size();
@@ -66,7 +72,8 @@ class Terms {
       }
       if (mask_.data != nullptr) {
         const bool* x = mask_.at(span.row, head, span.query + first + i, span.key + tile.from);
-        for (int64_t c = 0; c < tile.cols; ++c) row[c] = x[c * mask_.key] ? row[c] : -std::numeric_limits<T>::infinity();
+        for (int64_t c = 0; c < tile.cols; ++c)
+          row[c] = x[c * mask_.key] ? row[c] : -std::numeric_limits<T>::infinity();
       }
     }
   }

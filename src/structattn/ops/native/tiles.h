@@ -1,4 +1,5 @@
-// Tiles of queries and keys, and which levels their pairs share: of each query the keys of a level are one interval of positions.
+// Tiles of queries and keys, and which levels their pairs share: of each query the keys of a level are one interval of
+// positions.
 #pragma once
 
 #include "products.h"
@@ -13,35 +14,42 @@
 
 namespace structattn {
 
-constexpr int64_t kRows = 64;  // queries of a tile
-constexpr int64_t kCols = 64;  // keys of a tile
+constexpr int64_t kRows = 64;   // queries of a tile
+constexpr int64_t kCols = 64;   // keys of a tile
 constexpr int64_t kStrip = 16;  // columns whose rows are noted together, at least a vector
 
-// Rows and columns that are transposed at once: what PyTorch's headers have for float, and a size that compilers do well for others.
+// Rows and columns that are transposed at once: what PyTorch's headers have for float, and a size that compilers do
+// well for others.
 template <typename T>
 constexpr int64_t kSquare = std::is_same_v<T, float> && sizeof(Vec<T>) == 64 ? 16 : 8;
 
-// A sequence: its batch row, its first query and key there, how many it has, and the position of its first query, counted from its first key.
+// A sequence: its batch row, its first query and key there, how many it has, and the position of its first query,
+// counted from its first key.
 struct Span {
   int64_t row, query, key, num_queries, num_keys, position;
 };
 
-// What all tiles of a call share. Slices of level l: dims[l] ... dims[l + 1] of the keys, value_dims[l] ... of the values.
+// What all tiles of a call share. Slices of level l: dims[l] ... dims[l + 1] of the keys, value_dims[l] ... of the
+// values.
 template <typename T>
 struct Layout {
   int64_t levels;
   std::vector<int64_t> dims, value_dims;
   std::vector<T> per_dim, per_count;  // the factor of the level of each dimension of the keys; of each number of levels
-  const int32_t *low, *high;  // (levels, positions): the keys of each level, for every position of a query
+  const int32_t *low, *high;          // (levels, positions): the keys of each level, for every position of a query
   int64_t first_position, num_positions;
   bool is_narrow = false;  // a slice may be added transposed, see Tile::add_to_columns
 
   int64_t dim() const { return dims.back(); }
   int64_t value_dim() const { return value_dims.back(); }
 
-  Layout(at::IntArrayRef ranks, at::IntArrayRef value_ranks, at::ArrayRef<double> a, at::ArrayRef<double> c, const at::Tensor& intervals,
-         int64_t first)
-      : levels(static_cast<int64_t>(ranks.size())), dims{0}, value_dims{0}, first_position(first), num_positions(intervals.size(2)) {
+  Layout(at::IntArrayRef ranks, at::IntArrayRef value_ranks, at::ArrayRef<double> a, at::ArrayRef<double> c,
+         const at::Tensor& intervals, int64_t first)
+      : levels(static_cast<int64_t>(ranks.size())),
+        dims{0},
+        value_dims{0},
+        first_position(first),
+        num_positions(intervals.size(2)) {
     low = intervals.const_data_ptr<int32_t>();
     high = low + levels * num_positions;
     for (int64_t l = 0; l < levels; ++l) {
@@ -49,7 +57,8 @@ struct Layout {
       value_dims.push_back(value_dims.back() + value_ranks[l]);
       per_dim.insert(per_dim.end(), ranks[l], static_cast<T>(a[l]));
       per_count.push_back(static_cast<T>(c[l]));
-      for (const int64_t size : {ranks[l], value_ranks[l]}) is_narrow = is_narrow || (size > 0 && size < 2 * Vec<T>::size());
+      for (const int64_t size : {ranks[l], value_ranks[l]})
+        is_narrow = is_narrow || (size > 0 && size < 2 * Vec<T>::size());
     }
   }
 };
@@ -78,15 +87,19 @@ inline Vec<T> holds(Interval own, int32_t c) {
   return (column >= Vec<T>(static_cast<T>(own.low))) & (column < Vec<T>(static_cast<T>(own.high)));
 }
 
-// Keeps the columns of an interval in a row of a tile; others in their vectors become `hidden`, and all beyond 0. Returns these whole vectors.
+// Keeps the columns of an interval in a row of a tile; others in their vectors become `hidden`, and all beyond 0.
+// Returns these whole vectors.
 template <typename T>
 inline Interval keep(Interval own, T hidden, T* row) {
   using V = Vec<T>;
   constexpr int32_t W = V::size();
-  const Interval whole = own.is_empty() ? Interval{0, 0} : Interval{own.low / W * W, static_cast<int32_t>(rounded(own.high, W))};
+  const Interval whole =
+      own.is_empty() ? Interval{0, 0} : Interval{own.low / W * W, static_cast<int32_t>(rounded(own.high, W))};
   for (int32_t c = 0; c < kCols; c += W) {
-    if (c + W <= whole.low || c >= whole.high) V(T(0)).store(row + c);
-    else if (c < own.low || c + W > own.high) V::blendv(V(hidden), V::loadu(row + c), holds<T>(own, c)).store(row + c);
+    if (c + W <= whole.low || c >= whole.high)
+      V(T(0)).store(row + c);
+    else if (c < own.low || c + W > own.high)
+      V::blendv(V(hidden), V::loadu(row + c), holds<T>(own, c)).store(row + c);
   }
   return whole;
 }
@@ -107,18 +120,22 @@ inline void add_scaled(Interval own, T before, T factor, const T* y, T* x) {
 
 // Some keys for the queries of a tile: `from` and the `cols` after it. Numbers of a pair lie kCols apart by row.
 //
-// All pairs share `all` levels; where `all` is 0, some are hidden. Some pairs share more, in steps: levels that the same pairs share.
+// All pairs share `all` levels; where `all` is 0, some are hidden. Some pairs share more, in steps: levels that the
+// same pairs share.
 template <typename T>
 class Tile {
  public:
   int64_t from, cols, all;
 
-  Tile(int64_t rows, int64_t first, int64_t last, int64_t all_share) : from(first), cols(last - first), all(all_share), rows_(rows) {}
+  Tile(int64_t rows, int64_t first, int64_t last, int64_t all_share)
+      : from(first), cols(last - first), all(all_share), rows_(rows) {}
 
-  // The last level of those that are computed first, for all pairs that share any, counted from 0; the steps after it are added.
+  // The last level of those that are computed first, for all pairs that share any, counted from 0; the steps after it
+  // are added.
   int64_t base() const { return (all > 0 ? all : steps_[0].last) - 1; }
 
-  // Notes the keys that each row shares the next level with: once for every level from `all` to the last that any pair shares.
+  // Notes the keys that each row shares the next level with: once for every level from `all` to the last that any pair
+  // shares.
   void note(const int64_t* low, const int64_t* high) {
     constexpr int64_t W = Vec<T>::size();
     const int64_t level = steps_.empty() ? all : steps_.back().last;
@@ -144,7 +161,9 @@ class Tile {
         const Interval own = interval(num_steps() - 1, i);
         if (own.is_empty()) continue;
         of_group = {std::min(of_group.low, own.low), std::max(of_group.high, own.high)};
-        const auto add = [&](Interval& rows) { rows = {std::min(rows.low, static_cast<int32_t>(i)), static_cast<int32_t>(i + 1)}; };
+        const auto add = [&](Interval& rows) {
+          rows = {std::min(rows.low, static_cast<int32_t>(i)), static_cast<int32_t>(i + 1)};
+        };
         for (int64_t n = own.low / kGroup; n <= (own.high - 1) / kGroup; ++n) add(column_groups_[noted + n]);
         for (int64_t n = own.low / kStrip; n <= (own.high - 1) / kStrip; ++n) add(strips_[stripped + n]);
       }
@@ -159,14 +178,16 @@ class Tile {
     return keep<T>(all > 0 ? Interval{0, static_cast<int32_t>(cols)} : interval(0, i), hidden, row);
   }
 
-  // Products of rows a (stride lda) and columns of b (dims, kCols), in the dimensions that each pair has; `ends` are the slices of the levels.
-  // Levels that are added are scaled by `factors`, with what was there before; that of `base()` is in a.
+  // Products of rows a (stride lda) and columns of b (dims, kCols), in the dimensions that each pair has; `ends` are
+  // the slices of the levels. Levels that are added are scaled by `factors`, with what was there before; that of
+  // `base()` is in a.
   void products(const std::vector<int64_t>& ends, const T* factors, const T* a, int64_t lda, const T* b, T* out) const {
     if (all > 0) {
       product<T>(rows_, rounded(cols, Vec<T>::size()), ends[all], a, lda, 1, b, kCols, out, kCols, false);
     } else {
       groups(0, [&](int64_t m, int64_t some, Interval c) {
-        product<T>(some, c.high - c.low, ends[base() + 1], a + m * lda, lda, 1, b + c.low, kCols, out + m * kCols + c.low, kCols, false);
+        product<T>(some, c.high - c.low, ends[base() + 1], a + m * lda, lda, 1, b + c.low, kCols,
+                   out + m * kCols + c.low, kCols, false);
       });
     }
     T found[kGroup * kCols];
@@ -179,9 +200,11 @@ class Tile {
       if (depth == 0 && before == 1) continue;
       groups(step, [&](int64_t m, int64_t some, Interval c) {
         if (depth > 0)
-          product<T>(some, c.high - c.low, depth, a + m * lda + begin, lda, 1, b + begin * kCols + c.low, kCols, found + c.low, kCols, false);
+          product<T>(some, c.high - c.low, depth, a + m * lda + begin, lda, 1, b + begin * kCols + c.low, kCols,
+                     found + c.low, kCols, false);
         for (int64_t i = 0; i < some; ++i)
-          add_scaled<T>(interval(step, m + i), before, factor, depth > 0 ? found + i * kCols : nullptr, out + (m + i) * kCols);
+          add_scaled<T>(interval(step, m + i), before, factor, depth > 0 ? found + i * kCols : nullptr,
+                        out + (m + i) * kCols);
       });
     }
   }
@@ -195,8 +218,8 @@ class Tile {
     }
   }
 
-  // Calls f(step, first dimension, dimensions) for the slices of the levels that pairs share, those of `base()` and before as one, whose step is
-  // kAll where all pairs share them; x is 0 then where they do not share the levels.
+  // Calls f(step, first dimension, dimensions) for the slices of the levels that pairs share, those of `base()` and
+  // before as one, whose step is kAll where all pairs share them; x is 0 then where they do not share the levels.
   template <typename F>
   void walk(const std::vector<int64_t>& ends, T* x, const F& f) const {
     f(first_added() - 1, 0, ends[base() + 1]);
@@ -215,13 +238,15 @@ class Tile {
       return;
     }
     groups(step, [&](int64_t m, int64_t some, Interval of) {
-      product<T>(some, size, std::min<int64_t>(of.high, cols) - of.low, x + m * kCols + of.low, kCols, 1, b + of.low * ldb, ldb, c + m * ldc, ldc, true);
+      product<T>(some, size, std::min<int64_t>(of.high, cols) - of.low, x + m * kCols + of.low, kCols, 1,
+                 b + of.low * ldb, ldb, c + m * ldc, ldc, true);
     });
   }
 
-  // c (columns, size) += x^T b, with x as `walk` has it at a step; or, where vectors of few dimensions would be nearly empty, its transpose
-  // c_t (size, kCols), in which the columns fill them.
-  void add_to_columns(int64_t step, const T* x, const T* b, int64_t ldb, int64_t size, T* c, int64_t ldc, T* c_t) const {
+  // c (columns, size) += x^T b, with x as `walk` has it at a step; or, where vectors of few dimensions would be nearly
+  // empty, its transpose c_t (size, kCols), in which the columns fill them.
+  void add_to_columns(int64_t step, const T* x, const T* b, int64_t ldb, int64_t size, T* c, int64_t ldc,
+                      T* c_t) const {
     if (size < (step == kAll ? 2 : 1) * Vec<T>::size()) {
       add_to_columns_t(step, x, b, ldb, size, c_t);
       return;
@@ -233,8 +258,8 @@ class Tile {
     const Interval* rows = column_groups_.data() + step * num_groups(cols);
     for (int64_t n = 0; n < cols; n += kGroup, ++rows)
       if (!rows->is_empty())
-        product<T>(std::min(kGroup, cols - n), size, rows->high - rows->low, x + rows->low * kCols + n, 1, kCols, b + rows->low * ldb, ldb, c + n * ldc,
-                   ldc, true);
+        product<T>(std::min(kGroup, cols - n), size, rows->high - rows->low, x + rows->low * kCols + n, 1, kCols,
+                   b + rows->low * ldb, ldb, c + n * ldc, ldc, true);
   }
 
  private:
@@ -248,8 +273,8 @@ class Tile {
     const Interval* rows = strips_.data() + step * num_strips();
     for (int64_t n = 0; n < cols; n += kStrip, ++rows)
       if (!rows->is_empty())
-        product<T>(size, std::min(kStrip, rounded(cols - n, W)), rows->high - rows->low, b + rows->low * ldb, 1, ldb, x + rows->low * kCols + n, kCols,
-                   c_t + n, kCols, true);
+        product<T>(size, std::min(kStrip, rounded(cols - n, W)), rows->high - rows->low, b + rows->low * ldb, 1, ldb,
+                   x + rows->low * kCols + n, kCols, c_t + n, kCols, true);
   }
 
   static int64_t num_groups(int64_t n) { return (n + kGroup - 1) / kGroup; }
@@ -262,9 +287,12 @@ class Tile {
   Interval interval(int64_t step, int64_t i) const { return intervals_[step * rows_ + i]; }
 
   // The factor of one level over that of another, 1 where that is 0.
-  static T ratio(const T* factors, int64_t level, int64_t of) { return factors[of] == 0 ? T(1) : factors[level] / factors[of]; }
+  static T ratio(const T* factors, int64_t level, int64_t of) {
+    return factors[of] == 0 ? T(1) : factors[level] / factors[of];
+  }
 
-  // Calls f(first row, rows, columns) for groups of rows and the columns, in whole vectors, that any of them shares the levels of a step with.
+  // Calls f(first row, rows, columns) for groups of rows and the columns, in whole vectors, that any of them shares the
+  // levels of a step with.
   template <typename F>
   void groups(int64_t step, const F& f) const {
     const Interval* of_group = groups_.data() + step * num_groups(rows_);
@@ -279,15 +307,17 @@ class Tile {
 
   int64_t rows_;
   std::vector<Step> steps_;
-  std::vector<Interval> intervals_, groups_;  // of each step
+  std::vector<Interval> intervals_, groups_;      // of each step
   std::vector<Interval> column_groups_, strips_;  // the rows that any of some columns shares each step with
 };
 
-// The tiles of some queries, with all keys that they see. Those of a few positions are kept: other heads and sequences ask for them again.
+// The tiles of some queries, with all keys that they see. Those of a few positions are kept: other heads and sequences
+// ask for them again.
 template <typename T>
 class Tiles {
  public:
-  explicit Tiles(const Layout<T>& layout) : layout_(layout), low_(layout.levels * kRows), high_(layout.levels * kRows) {}
+  explicit Tiles(const Layout<T>& layout)
+      : layout_(layout), low_(layout.levels * kRows), high_(layout.levels * kRows) {}
 
   // Valid until the next call.
   const std::vector<Tile<T>>& of(const Span& span, int64_t first, int64_t rows) {
@@ -309,7 +339,8 @@ class Tiles {
         const int64_t at = l * layout_.num_positions + start + i;
         const int64_t low = low_[l * kRows + i] = std::min<int64_t>(layout_.low[at], span.num_keys);
         const int64_t high = high_[l * kRows + i] = std::min<int64_t>(layout_.high[at], span.num_keys);
-        e = {std::min(e.least_low, low), std::max(e.most_low, low), std::min(e.least_high, high), std::max(e.most_high, high)};
+        e = {std::min(e.least_low, low), std::max(e.most_low, low), std::min(e.least_high, high),
+             std::max(e.most_high, high)};
       }
       ends.push_back(e);
     }
@@ -355,7 +386,8 @@ inline void transpose(const T* from, int64_t from_stride, int64_t rows, int64_t 
     for (int64_t j = 0; j < cols; ++j) to[j * to_stride + i] = from[i * from_stride + j];
 }
 
-// x (count, dim), its rows `stride` apart, transposed by tiles of kCols rows: (tiles, dim, kCols), zero beyond the last.
+// x (count, dim), its rows `stride` apart, transposed by tiles of kCols rows: (tiles, dim, kCols), zero beyond the
+// last.
 template <typename T>
 void pack(const T* x, int64_t stride, int64_t count, int64_t dim, T* out) {
   constexpr int64_t S = kSquare<T>;
@@ -364,7 +396,8 @@ void pack(const T* x, int64_t stride, int64_t count, int64_t dim, T* out) {
     if (rows < kCols) std::fill(out, out + dim * kCols, T(0));
     for (int64_t d = 0; d < dim; d += S)
       for (int64_t j = 0; j < rows; j += S)
-        transpose<T>(x + (first + j) * stride + d, stride, std::min(S, rows - j), std::min(S, dim - d), out + d * kCols + j, kCols);
+        transpose<T>(x + (first + j) * stride + d, stride, std::min(S, rows - j), std::min(S, dim - d),
+                     out + d * kCols + j, kCols);
   }
 }
 

@@ -16,8 +16,8 @@ from structattn.cache.compiled import define, empty_output, needs_gradient, with
 from structattn.cache.numbers import numbered
 from structattn.cache.options import ScoreOptions
 from structattn.cache.owner import NumberedLayer
-from structattn.integrations.transformers.cache import LevelCacheLayer, with_left_out
-from structattn.integrations.transformers.masks import StructuredMask
+from structattn.integrations.transformers.caches.cache import LevelCacheLayer, with_left_out
+from structattn.integrations.transformers.masks.masks import StructuredMask
 from structattn.integrations.transformers.variant import Variant
 from structattn.ops import flat_layout
 from structattn.ops.checks import autocasted

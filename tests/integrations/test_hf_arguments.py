@@ -13,8 +13,9 @@ from hf_models import VOCAB, generate, gpt2, llama, tokens
 from test_hf_saving import own
 
 from structattn.errors import ConfigError, ShapeError
-from structattn.integrations.transformers import arguments, level_cache, register_attention, structurize
-from structattn.integrations.transformers.arguments import check_arguments
+from structattn.integrations.transformers import level_cache, register_attention, structurize
+from structattn.integrations.transformers.attention import arguments
+from structattn.integrations.transformers.attention.arguments import check_arguments
 
 IDS = tokens(2, 12)
 NAME = register_attention("mlr:4|2|2", name="test_arguments", context_length=16)

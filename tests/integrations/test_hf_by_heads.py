@@ -8,7 +8,8 @@ import pytest
 import torch
 from test_hf_families import make
 
-from structattn.integrations.transformers import by_heads, calibrate, level_cache, structurize
+from structattn.integrations.transformers import calibrate, level_cache, structurize
+from structattn.integrations.transformers.attention import by_heads
 from structattn.testing.tolerances import assert_close
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -37,7 +38,7 @@ def one_head_at_a_time(monkeypatch):
     def use(*, numbers):
         monkeypatch.setattr(by_heads, "_NUMBERS", numbers)
         monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-        monkeypatch.setattr("structattn.integrations.transformers.interface.attention_by_heads", counted)
+        monkeypatch.setattr("structattn.integrations.transformers.attention.interface.attention_by_heads", counted)
         return calls
 
     return use

@@ -254,7 +254,7 @@ def test_a_manager_can_be_kept() -> None:
 
 
 def test_the_size_of_the_pool_is_that_of_the_free_memory(monkeypatch) -> None:
-    from structattn.integrations.transformers import continuous_batching
+    from structattn.integrations.transformers.caches import continuous_batching
 
     monkeypatch.setattr(continuous_batching, "free_memory", lambda: 10**6)
     model = MODELS["values"]()
@@ -281,7 +281,7 @@ def test_what_cannot_be_is_refused() -> None:
 
 
 def test_an_old_version_is_named(monkeypatch) -> None:
-    name = "structattn.integrations.transformers.continuous_batching"
+    name = "structattn.integrations.transformers.caches.continuous_batching"
     monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.19.1")  # which may be another object by now
     with pytest.raises(MissingDependencyError, match=r"needs transformers 5.20 or later, and 5.19.1 is installed"):

@@ -11,8 +11,8 @@ from transformers.masking_utils import sdpa_mask, sliding_window_overlay
 
 from structattn.errors import ConfigError
 from structattn.integrations.transformers import level_cache, register_attention, structurize
-from structattn.integrations.transformers.call_masks import checked_mask
-from structattn.integrations.transformers.mask_functions import structured_mask
+from structattn.integrations.transformers.masks.call_masks import checked_mask
+from structattn.integrations.transformers.masks.mask_functions import structured_mask
 from structattn.layout.levels import LevelLayout
 from structattn.ops import reference
 from structattn.ops.call import Call

@@ -14,7 +14,7 @@ from structattn.integrations.transformers import (
     register_attention,
     structurize,
 )
-from structattn.integrations.transformers.rotation import _computed_pairing
+from structattn.integrations.transformers.attention.rotation import _computed_pairing
 from structattn.testing.tolerances import assert_close
 
 

@@ -10,7 +10,7 @@ from test_hf_families import IDS, LEVELS, MASK, REAL, VOCAB, logits, make
 
 from structattn.errors import ConfigError
 from structattn.integrations.transformers import LevelCacheLayer, level_cache, load_structurized, structurize
-from structattn.integrations.transformers.hybrid_cache import HybridCacheLayer
+from structattn.integrations.transformers.caches.hybrid_cache import HybridCacheLayer
 from structattn.testing.tolerances import SAME_MODEL, SIX_DIGITS, relative_error
 
 POSITIONS = (MASK.cumsum(-1) - 1).clamp(min=0)

@@ -10,8 +10,8 @@ from hf_models import generate, gpt2, llama, tokens, trained
 from structattn.cache import native_decode
 from structattn.errors import CacheError, ConfigError
 from structattn.integrations.transformers import level_cache, register_attention, structurize
-from structattn.integrations.transformers.attention import HeadOrders
-from structattn.integrations.transformers.next_token import KnownCall
+from structattn.integrations.transformers.attention.next_token import KnownCall
+from structattn.integrations.transformers.structurize.attention import HeadOrders
 from structattn.testing.tolerances import assert_close
 
 pytestmark = pytest.mark.usefixtures("built")

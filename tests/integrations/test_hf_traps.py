@@ -12,7 +12,7 @@ from test_hf_families import HEAD_DIM, MASK, logits, make
 from transformers.masking_utils import eager_mask
 
 from structattn.integrations.transformers import structurize
-from structattn.integrations.transformers.adapters import adapted_class
+from structattn.integrations.transformers.attention.adapters import adapted_class
 from structattn.testing.tolerances import SAME_MODEL, SIX_DIGITS
 
 RANKS, BLOCKS, CONTEXT = (8, 4, 4), (16, 8, 4), 16

@@ -482,7 +482,7 @@ def test_a_model_must_be_given(tmp_path, capsys) -> None:
 
 def test_a_structurized_model_is_no_teacher(wide, tmp_path) -> None:
     from structattn.integrations.transformers import calibrate, structurize
-    from structattn.integrations.transformers.discovery import find_attention
+    from structattn.integrations.transformers.calibration.discovery import find_attention
 
     model = structurize(transformers.LlamaForCausalLM.from_pretrained(wide["model"]), "mlr:32|32")
     model.save_pretrained(tmp_path / "model")

@@ -14,9 +14,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from structattn.errors import ConfigError
-from structattn.integrations.transformers.arguments import check_arguments
-from structattn.integrations.transformers.effect import register
-from structattn.integrations.transformers.masks import Sequences
+from structattn.integrations.transformers.attention.arguments import check_arguments
+from structattn.integrations.transformers.attention.effect import register
+from structattn.integrations.transformers.masks.masks import Sequences
 from structattn.integrations.transformers.variant import Variant
 
 # The attn_implementation of structurized T5 models: it makes transformers build our masks.

@@ -14,7 +14,7 @@ from transformers import GenerationMixin, PreTrainedConfig, T5Config, T5ForCondi
 from structattn.checks import check_int, quoted
 from structattn.errors import CheckpointError, ConfigError
 from structattn.integrations.chronos.attention import IMPLEMENTATION, VARIANT
-from structattn.integrations.transformers.loading import StructuredModelMixin, first_keys, structure_entry
+from structattn.integrations.transformers.architecture.loading import StructuredModelMixin, first_keys, structure_entry
 from structattn.integrations.transformers.variant import Variant, trained_spec
 from structattn.layers.checks import check_fits
 from structattn.layout.cost import visible_pairs, visible_pairs_per_level

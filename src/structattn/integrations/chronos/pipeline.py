@@ -18,7 +18,7 @@ from structattn.integrations.chronos.model import (
     StructAttnT5ForConditionalGeneration,
     structured_config,
 )
-from structattn.integrations.transformers.loading import check_safe, first_keys
+from structattn.integrations.transformers.architecture.loading import check_safe, first_keys
 
 
 def _checked_settings(config: PreTrainedConfig) -> ChronosConfig:

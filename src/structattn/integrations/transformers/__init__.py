@@ -30,26 +30,26 @@ from transformers import (  # noqa: E402
     AutoModelForTokenClassification,
 )
 
-import structattn.integrations.transformers.known_adapters  # noqa: E402, F401 - it registers them
-from structattn.integrations.transformers.adapters import call_attention, register_adapter  # noqa: E402
-from structattn.integrations.transformers.auto_map import publish  # noqa: E402
-from structattn.integrations.transformers.cache import LevelCacheLayer  # noqa: E402
-from structattn.integrations.transformers.caches import LevelCaches, level_cache  # noqa: E402
-from structattn.integrations.transformers.calibration.allocate import allocate  # noqa: E402
-from structattn.integrations.transformers.calibration.collect import calibrate  # noqa: E402
-from structattn.integrations.transformers.calibration.record import Calibration  # noqa: E402
-from structattn.integrations.transformers.config import StructAttnConfig  # noqa: E402
-from structattn.integrations.transformers.export import export_decoder  # noqa: E402
-from structattn.integrations.transformers.families import class_named  # noqa: E402
-from structattn.integrations.transformers.heads import (  # noqa: E402
+import structattn.integrations.transformers.attention.known_adapters  # noqa: E402, F401 - it registers them
+from structattn.integrations.transformers.architecture.auto_map import publish  # noqa: E402
+from structattn.integrations.transformers.architecture.config import StructAttnConfig  # noqa: E402
+from structattn.integrations.transformers.architecture.export import export_decoder  # noqa: E402
+from structattn.integrations.transformers.architecture.heads import (  # noqa: E402
     StructAttnForSequenceClassification,
     StructAttnForTokenClassification,
 )
-from structattn.integrations.transformers.interface import register_attention  # noqa: E402
-from structattn.integrations.transformers.model import StructAttnForCausalLM, StructAttnModel  # noqa: E402
-from structattn.integrations.transformers.sequence_shards import sequence_shard  # noqa: E402
-from structattn.integrations.transformers.shard_sequences import shard_sequences  # noqa: E402
-from structattn.integrations.transformers.structurize import load_structurized, structurize  # noqa: E402
+from structattn.integrations.transformers.architecture.model import StructAttnForCausalLM, StructAttnModel  # noqa: E402
+from structattn.integrations.transformers.attention.adapters import call_attention, register_adapter  # noqa: E402
+from structattn.integrations.transformers.attention.interface import register_attention  # noqa: E402
+from structattn.integrations.transformers.caches.cache import LevelCacheLayer  # noqa: E402
+from structattn.integrations.transformers.caches.caches import LevelCaches, level_cache  # noqa: E402
+from structattn.integrations.transformers.calibration.allocate import allocate  # noqa: E402
+from structattn.integrations.transformers.calibration.collect import calibrate  # noqa: E402
+from structattn.integrations.transformers.calibration.record import Calibration  # noqa: E402
+from structattn.integrations.transformers.sharding.sequence_shards import sequence_shard  # noqa: E402
+from structattn.integrations.transformers.sharding.shard_sequences import shard_sequences  # noqa: E402
+from structattn.integrations.transformers.structurize.families import class_named  # noqa: E402
+from structattn.integrations.transformers.structurize.structurize import load_structurized, structurize  # noqa: E402
 
 AutoConfig.register(StructAttnConfig.model_type, StructAttnConfig)
 for _auto, _kind in (

@@ -62,7 +62,7 @@ class Structured(_SeesAll):
     def check(self, model: Any, length: int) -> None:
         """Raises ``ConfigError`` unless the specs keep trained weights, and the ranks sum to the dimensions
         of the heads of a model, which may be on the meta device."""
-        from structattn.integrations.transformers.discovery import find_attention
+        from structattn.integrations.transformers.calibration.discovery import find_attention
         from structattn.integrations.transformers.variant import trained_spec
 
         for spec in self.specs.pattern:

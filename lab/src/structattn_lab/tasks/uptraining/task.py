@@ -130,7 +130,7 @@ class UptrainTask(Task):
 
     def build_model(self, spec: str) -> Student:
         """The student that a text names, with the weights of the teacher."""
-        from structattn.integrations.transformers.discovery import find_attention
+        from structattn.integrations.transformers.calibration.discovery import find_attention
 
         form, config = student_form(spec), self.config
         wanted = torch.get_default_device()

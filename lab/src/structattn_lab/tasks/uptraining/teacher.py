@@ -44,7 +44,7 @@ def checked_config(source: str, context_length: int, name: str = "task.context_l
     """
     found = check_source(source)  # before transformers is imported, which takes seconds
     from structattn.integrations.transformers import StructAttnConfig
-    from structattn.integrations.transformers.families import StructurizedConfig
+    from structattn.integrations.transformers.structurize.families import StructurizedConfig
 
     config = source_config(found)
     if isinstance(config, StructAttnConfig | StructurizedConfig):
@@ -80,7 +80,7 @@ class Teacher:
     """
 
     def __init__(self, source: str, vocab_size: int) -> None:
-        from structattn.integrations.transformers.discovery import find_attention
+        from structattn.integrations.transformers.calibration.discovery import find_attention
 
         self.tokenizer: Any = None
         with torch.device("cpu"):

@@ -12,9 +12,9 @@ from transformers.pytorch_utils import Conv1D
 
 from structattn.errors import ConfigError
 from structattn.integrations.transformers.calibration.basis import key_basis, value_basis
+from structattn.integrations.transformers.calibration.discovery import AttentionLayer
 from structattn.integrations.transformers.calibration.projections import Projections, Rows, find_projections
 from structattn.integrations.transformers.calibration.record import Calibration, LayerCalibration
-from structattn.integrations.transformers.discovery import AttentionLayer
 from structattn.layout.levels import LevelLayout
 
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from structattn.integrations.transformers.discovery import observed, random_inputs
-from structattn.integrations.transformers.effect import register
-from structattn.integrations.transformers.mask_functions import structured_mask
+from structattn.integrations.transformers.attention.effect import register
+from structattn.integrations.transformers.calibration.discovery import observed, random_inputs
+from structattn.integrations.transformers.masks.mask_functions import structured_mask
 
 _NAME = "structattn_projections"
 _LARGE = 30  # size of the random numbers: a clamp shows, and so does an adapter

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from structattn.checks import check_path
 from structattn.errors import ConfigError
+from structattn.integrations.transformers.calibration.discovery import AttentionLayer
 from structattn.integrations.transformers.calibration.moments import Moments
-from structattn.integrations.transformers.discovery import AttentionLayer
 from structattn.layers.rotary_order import Rotation
 from structattn.tensor_files import read_tensors, write_tensors
 

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from structattn.integrations.transformers.discovery import observed
-from structattn.integrations.transformers.effect import register
-from structattn.integrations.transformers.interface import attend
-from structattn.integrations.transformers.mask_functions import structured_mask
+from structattn.integrations.transformers.attention.effect import register
+from structattn.integrations.transformers.attention.interface import attend
+from structattn.integrations.transformers.calibration.discovery import observed
+from structattn.integrations.transformers.masks.mask_functions import structured_mask
 from structattn.integrations.transformers.variant import Variant
 from structattn.layers.rotary_order import UNCHANGED
 from structattn.layout.levels import LevelLayout

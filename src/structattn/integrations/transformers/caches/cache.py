@@ -17,8 +17,8 @@ from structattn.cache import PAGE_SIZE, LevelCache
 from structattn.cache.numbers import Count, new_number
 from structattn.checks import check_int, check_tensor
 from structattn.errors import CacheError, ShapeError
-from structattn.integrations.transformers.masks import Placeholder
-from structattn.integrations.transformers.recording import Append, Recording
+from structattn.integrations.transformers.caches.recording import Append, Recording
+from structattn.integrations.transformers.masks.masks import Placeholder
 from structattn.integrations.transformers.variant import Variant
 
 # The methods of a cache that move its rows.

@@ -19,10 +19,16 @@ from structattn.cache.paged import PackedCache
 from structattn.checks import check_path, quoted
 from structattn.errors import CheckpointError, ConfigError, ShapeError, nearest_name
 from structattn.integrations.hub import WHERE
-from structattn.integrations.transformers.auto_map import NotCopied
-from structattn.integrations.transformers.caches import CACHE, guarded, level_cache_layer, packed_cache, take_cache
-from structattn.integrations.transformers.effect import is_registered
-from structattn.integrations.transformers.inputs import check_inputs
+from structattn.integrations.transformers.architecture.auto_map import NotCopied
+from structattn.integrations.transformers.architecture.inputs import check_inputs
+from structattn.integrations.transformers.attention.effect import is_registered
+from structattn.integrations.transformers.caches.caches import (
+    CACHE,
+    guarded,
+    level_cache_layer,
+    packed_cache,
+    take_cache,
+)
 
 
 def check_safe(path: object, arguments: dict[str, Any]) -> None:
@@ -211,7 +217,7 @@ class StructuredModelMixin(NotCopied):
             MissingDependencyError: this needs transformers 5.20 or later.
             ConfigError: an option that a cache with levels does not have, or a model with layers that are no attention.
         """
-        from structattn.integrations.transformers.continuous_batching import manager
+        from structattn.integrations.transformers.caches.continuous_batching import manager
 
         return manager(self, generation_config, continuous_batching_config, workload_hints)
 

@@ -16,10 +16,10 @@ from transformers.modeling_layers import GenericForSequenceClassification, Gener
 
 from structattn.checks import INT_DTYPES, check_bool, check_int, check_int_tensor, check_tensor, check_type, describe
 from structattn.errors import ConfigError, ShapeError
-from structattn.integrations.transformers.adapters import has_adapter
-from structattn.integrations.transformers.caches import CACHE, CACHE_NAMES, number_layers, take_cache
-from structattn.integrations.transformers.effect import asking_for_weights
-from structattn.integrations.transformers.masks import StructuredMask
+from structattn.integrations.transformers.attention.adapters import has_adapter
+from structattn.integrations.transformers.attention.effect import asking_for_weights
+from structattn.integrations.transformers.caches.caches import CACHE, CACHE_NAMES, number_layers, take_cache
+from structattn.integrations.transformers.masks.masks import StructuredMask
 
 # What `check_inputs` reads, and what it found right in the call of a model that is running.
 _CHECKED = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "cache", "use_cache")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from structattn.integrations.transformers.next_token import Reorder
+from structattn.integrations.transformers.attention.next_token import Reorder
 
 # Numbers of the queries that are computed together: with fewer, the calls of many small operators would take longer.
 _NUMBERS = 2**20

@@ -9,9 +9,9 @@ from transformers import initialization
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
 from structattn.checks import check_type
-from structattn.integrations.transformers.config import StructAttnConfig
-from structattn.integrations.transformers.inputs import checked
-from structattn.integrations.transformers.model import StructAttnPreTrainedModel
+from structattn.integrations.transformers.architecture.config import StructAttnConfig
+from structattn.integrations.transformers.architecture.inputs import checked
+from structattn.integrations.transformers.architecture.model import StructAttnPreTrainedModel
 from structattn.optim.roles import Role, linear_roles
 
 

@@ -13,13 +13,13 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from structattn.cache.paged import PackedCache
 from structattn.checks import check_type
 from structattn.errors import CheckpointError, ConfigError, ShapeError
-from structattn.integrations.transformers.arguments import check_arguments
-from structattn.integrations.transformers.block import StructAttnLayer
-from structattn.integrations.transformers.caches import CACHE, given_packed_cache
-from structattn.integrations.transformers.config import StructAttnConfig
-from structattn.integrations.transformers.inputs import check_keep, check_loss, checked
-from structattn.integrations.transformers.loading import StructuredModelMixin, first_keys
-from structattn.integrations.transformers.masks import Sequences, StructuredMask, jumps
+from structattn.integrations.transformers.architecture.block import StructAttnLayer
+from structattn.integrations.transformers.architecture.config import StructAttnConfig
+from structattn.integrations.transformers.architecture.inputs import check_keep, check_loss, checked
+from structattn.integrations.transformers.architecture.loading import StructuredModelMixin, first_keys
+from structattn.integrations.transformers.attention.arguments import check_arguments
+from structattn.integrations.transformers.caches.caches import CACHE, given_packed_cache
+from structattn.integrations.transformers.masks.masks import Sequences, StructuredMask, jumps
 from structattn.layers.rotary import RotaryEmbedding
 from structattn.memory import check_memory
 from structattn.optim.roles import Role, linear_roles

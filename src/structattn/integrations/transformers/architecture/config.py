@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 
 from structattn.checks import check_bool, check_int, check_number, check_size, quoted, shortened
 from structattn.errors import ConfigError
-from structattn.integrations.transformers.auto_map import SelfLoadingConfig
+from structattn.integrations.transformers.architecture.auto_map import SelfLoadingConfig
 from structattn.layers.rotary import Rotary
 from structattn.layout.text import TextLayout
 from structattn.spec.attention import parse_spec

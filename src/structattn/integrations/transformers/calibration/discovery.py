@@ -19,14 +19,14 @@ from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionAndFull
 
 from structattn.checks import shortened
 from structattn.errors import ConfigError, StructAttnError
-from structattn.integrations.transformers.adapters import adapted_class, complete
-from structattn.integrations.transformers.arguments import POSITION_BIAS, TERMS, check_arguments
-from structattn.integrations.transformers.caches import CACHE, has_state, is_plain
-from structattn.integrations.transformers.effect import register
-from structattn.integrations.transformers.loading import check_plain
-from structattn.integrations.transformers.mask_functions import structured_mask
-from structattn.integrations.transformers.masks import StructuredMask
-from structattn.integrations.transformers.rotation import LATENT, read_rotation
+from structattn.integrations.transformers.architecture.loading import check_plain
+from structattn.integrations.transformers.attention.adapters import adapted_class, complete
+from structattn.integrations.transformers.attention.arguments import POSITION_BIAS, TERMS, check_arguments
+from structattn.integrations.transformers.attention.effect import register
+from structattn.integrations.transformers.attention.rotation import LATENT, read_rotation
+from structattn.integrations.transformers.caches.caches import CACHE, has_state, is_plain
+from structattn.integrations.transformers.masks.mask_functions import structured_mask
+from structattn.integrations.transformers.masks.masks import StructuredMask
 from structattn.layers.rotary_order import Rotation
 
 _NAME = "structattn_discovery"

@@ -12,12 +12,13 @@ from transformers import PreTrainedModel
 from structattn.checks import check_path, check_type, describe, is_int
 from structattn.errors import ConfigError
 from structattn.integrations.hub import source_config
-from structattn.integrations.transformers.attention import IMPLEMENTATION
+from structattn.integrations.transformers.architecture.loading import check_plain
 from structattn.integrations.transformers.calibration.absorb import Absorption
 from structattn.integrations.transformers.calibration.basis import pair_order
+from structattn.integrations.transformers.calibration.discovery import AttentionLayer, find_attention
 from structattn.integrations.transformers.calibration.record import Calibration
-from structattn.integrations.transformers.discovery import AttentionLayer, find_attention
-from structattn.integrations.transformers.families import (
+from structattn.integrations.transformers.structurize.attention import IMPLEMENTATION
+from structattn.integrations.transformers.structurize.families import (
     StructureRecord,
     check_frequencies,
     install,
@@ -25,8 +26,7 @@ from structattn.integrations.transformers.families import (
     structurized_class,
     structurized_config,
 )
-from structattn.integrations.transformers.loading import check_plain
-from structattn.integrations.transformers.pair_orders import CALIBRATED, AnySplit, check_any_split
+from structattn.integrations.transformers.structurize.pair_orders import CALIBRATED, AnySplit, check_any_split
 from structattn.integrations.transformers.variant import trained_spec
 from structattn.layers.checks import check_fits
 from structattn.layers.rotary_order import even_ranks

@@ -14,8 +14,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from structattn.checks import check_int, is_int, quoted
 from structattn.errors import CheckpointError, ConfigError
-from structattn.integrations.transformers.adapters import complete, has_adapter
-from structattn.integrations.transformers.attention import (
+from structattn.integrations.transformers.architecture.auto_map import AUTO_MODELS, SelfLoadingConfig, publish
+from structattn.integrations.transformers.architecture.config import OwnErrors, ReturnsWeights
+from structattn.integrations.transformers.architecture.inputs import checked
+from structattn.integrations.transformers.architecture.loading import StructuredModelMixin, first_keys, structure_entry
+from structattn.integrations.transformers.attention.adapters import complete, has_adapter
+from structattn.integrations.transformers.attention.effect import record_outputs
+from structattn.integrations.transformers.structurize.attention import (
     IMPLEMENTATION,
     OLD_ORDER,
     Structure,
@@ -23,12 +28,12 @@ from structattn.integrations.transformers.attention import (
     structured_class,
     structured_name,
 )
-from structattn.integrations.transformers.auto_map import AUTO_MODELS, SelfLoadingConfig, publish
-from structattn.integrations.transformers.config import OwnErrors, ReturnsWeights
-from structattn.integrations.transformers.effect import record_outputs
-from structattn.integrations.transformers.inputs import checked
-from structattn.integrations.transformers.loading import StructuredModelMixin, first_keys, structure_entry
-from structattn.integrations.transformers.pair_orders import CALIBRATED, AnySplit, check_any_split, read_pair_orders
+from structattn.integrations.transformers.structurize.pair_orders import (
+    CALIBRATED,
+    AnySplit,
+    check_any_split,
+    read_pair_orders,
+)
 from structattn.integrations.transformers.variant import Variant, trained_spec
 from structattn.layers.checks import check_fits
 from structattn.layers.rotary_order import Rotation

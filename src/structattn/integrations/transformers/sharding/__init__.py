@@ -1,0 +1,1 @@
+"""Models of transformers whose sequences are divided among processes."""

@@ -81,7 +81,7 @@ def build_llama(
 def _new_cache(model: Any, spec: str | None, **options: Any) -> dict[str, Any]:
     """An empty cache of a model with that spec, by the name that this transformers has for it."""
     from structattn.integrations.transformers import level_cache
-    from structattn.integrations.transformers.caches.caches import CACHE
+    from structattn.integrations.transformers.caches.model_cache import CACHE
 
     from transformers import DynamicCache  # isort: skip
 

@@ -11,7 +11,7 @@ from transformers import AttentionInterface
 from structattn.cache import PAGE_SIZE
 from structattn.errors import ConfigError
 from structattn.integrations.transformers import export_decoder, level_cache, structurize
-from structattn.integrations.transformers.structurize.attention import IMPLEMENTATION
+from structattn.integrations.transformers.structurize.modules import IMPLEMENTATION
 from structattn.ops import reference
 from structattn.ops.call import Call
 from structattn.ops.terms import ScoreTerms

@@ -48,7 +48,7 @@ def test_without_the_import(tmp_path) -> None:
                 print(type(x).__name__, bool((x(expected["ids"]).logits - expected["logits"]).abs().max() < 1e-12))
             base = AutoModel.from_pretrained(folder / name, trust_remote_code=True)
             print(type(base).__name__, type(base) is type(model.model))
-            from structattn.integrations.transformers import StructAttnForCausalLM; from structattn.integrations.transformers.structurize import families
+            from structattn.integrations.transformers import StructAttnForCausalLM; from structattn.integrations.transformers.structurize import classes
             kind = families.class_named(type(model).__name__) or StructAttnForCausalLM
             print(type(model) is type(again) is kind, type(AutoConfig.from_pretrained(folder / name)) is kind.config_class)
             print(getattr(importlib.import_module("transformers"), model.config.architectures[0]) is kind)  # where pipelines and trainers look

@@ -19,7 +19,7 @@ from structattn.integrations.transformers import (
     register_attention,
     structurize,
 )
-from structattn.integrations.transformers.caches.caches import level_cache_layer
+from structattn.integrations.transformers.caches.model_cache import level_cache_layer
 from structattn.integrations.transformers.variant import Variant
 from structattn.layout.levels import LevelLayout
 from structattn.ops import structured_attention

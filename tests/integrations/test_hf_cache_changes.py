@@ -18,8 +18,8 @@ from transformers.cache_utils import (
 
 from structattn.errors import CacheError, ConfigError, ShapeError
 from structattn.integrations.transformers import LevelCacheLayer, LevelCaches, level_cache, structurize
-from structattn.integrations.transformers.caches.caches import CACHE, guarded
 from structattn.integrations.transformers.caches.hybrid_cache import HybridCacheLayer
+from structattn.integrations.transformers.caches.model_cache import CACHE, guarded
 from structattn.integrations.transformers.variant import Variant
 from structattn.layout.levels import LevelLayout
 from structattn.testing.tolerances import SIX_DIGITS, assert_close, relative_error

@@ -8,7 +8,7 @@ from transformers import DynamicCache
 
 from structattn.errors import CacheError
 from structattn.integrations.transformers import LevelCacheLayer, level_cache, structurize
-from structattn.integrations.transformers.caches.caches import CACHE
+from structattn.integrations.transformers.caches.model_cache import CACHE
 from structattn.testing.tolerances import assert_close
 
 SPECS = [

@@ -9,7 +9,7 @@ import transformers
 from hf_models import _SIZES, tokens
 
 from structattn.integrations.transformers import StructAttnForCausalLM
-from structattn.integrations.transformers.caches.caches import CACHE
+from structattn.integrations.transformers.caches.model_cache import CACHE
 
 PAGE = Path(__file__).parents[2] / "docs" / "huggingface.md"
 FILES = PAGE.with_name("huggingface-use.md")

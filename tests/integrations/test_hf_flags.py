@@ -12,7 +12,7 @@ from test_hf_saving import changed, own
 from transformers import GenerationMixin
 
 from structattn.errors import CacheError, ConfigError
-from structattn.integrations.transformers.masks.masks import StructuredMask
+from structattn.integrations.transformers.masks.structured_mask import StructuredMask
 
 IDS = tokens(2, 12)
 MODELS = {"own": own, "llama": changed, "gpt2": lambda: changed(gpt2)}

@@ -17,7 +17,7 @@ import structattn
 from structattn.errors import CheckpointError, ConfigError
 from structattn.extras import install_command
 from structattn.integrations.transformers import StructAttnConfig, StructAttnForCausalLM, load_structurized, structurize
-from structattn.integrations.transformers.structurize.attention import StructuredAttention
+from structattn.integrations.transformers.structurize.modules import StructuredAttention
 from structattn.testing.tolerances import COMPUTED, SIX_DIGITS
 
 IDS = tokens(2, 17)

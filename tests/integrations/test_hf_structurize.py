@@ -25,7 +25,7 @@ from hf_models import (
 
 from structattn.errors import CacheError, ConfigError
 from structattn.integrations.transformers import level_cache, structurize
-from structattn.integrations.transformers.structurize.attention import StructuredAttention
+from structattn.integrations.transformers.structurize.modules import StructuredAttention
 from structattn.layers.rotary import Rotary
 from structattn.layers.rotary_order import Rotation, dimension_order, level_pairs
 from structattn.layout.levels import LevelLayout

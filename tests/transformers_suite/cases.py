@@ -21,7 +21,7 @@ from transformers import (
 
 import structattn.integrations.transformers as ours
 from structattn.integrations.transformers import LevelCacheLayer, register_attention
-from structattn.integrations.transformers.structurize.attention import IMPLEMENTATION
+from structattn.integrations.transformers.structurize.modules import IMPLEMENTATION
 
 # Texts of the tests have 7 tokens: with blocks of 8 and 4 both levels have an effect, and with one level
 # nothing changes.

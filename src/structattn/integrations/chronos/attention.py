@@ -15,8 +15,8 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from structattn.errors import ConfigError
 from structattn.integrations.transformers.attention.arguments import check_arguments
-from structattn.integrations.transformers.attention.effect import register
-from structattn.integrations.transformers.masks.masks import Sequences
+from structattn.integrations.transformers.attention.registration import register
+from structattn.integrations.transformers.masks.structured_mask import Sequences
 from structattn.integrations.transformers.variant import Variant
 
 # The attn_implementation of structurized T5 models: it makes transformers build our masks.

@@ -41,14 +41,14 @@ from structattn.integrations.transformers.architecture.heads import (  # noqa: E
 from structattn.integrations.transformers.architecture.model import StructAttnForCausalLM, StructAttnModel  # noqa: E402
 from structattn.integrations.transformers.attention.adapters import call_attention, register_adapter  # noqa: E402
 from structattn.integrations.transformers.attention.interface import register_attention  # noqa: E402
-from structattn.integrations.transformers.caches.cache import LevelCacheLayer  # noqa: E402
-from structattn.integrations.transformers.caches.caches import LevelCaches, level_cache  # noqa: E402
+from structattn.integrations.transformers.caches.layer_cache import LevelCacheLayer  # noqa: E402
+from structattn.integrations.transformers.caches.model_cache import LevelCaches, level_cache  # noqa: E402
 from structattn.integrations.transformers.calibration.allocate import allocate  # noqa: E402
 from structattn.integrations.transformers.calibration.collect import calibrate  # noqa: E402
 from structattn.integrations.transformers.calibration.record import Calibration  # noqa: E402
-from structattn.integrations.transformers.sharding.sequence_shards import sequence_shard  # noqa: E402
 from structattn.integrations.transformers.sharding.shard_sequences import shard_sequences  # noqa: E402
-from structattn.integrations.transformers.structurize.families import class_named  # noqa: E402
+from structattn.integrations.transformers.sharding.shards import sequence_shard  # noqa: E402
+from structattn.integrations.transformers.structurize.classes import class_named  # noqa: E402
 from structattn.integrations.transformers.structurize.structurize import load_structurized, structurize  # noqa: E402
 
 AutoConfig.register(StructAttnConfig.model_type, StructAttnConfig)

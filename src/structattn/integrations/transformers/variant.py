@@ -13,7 +13,7 @@ from torch import Tensor
 
 from structattn.checks import quoted
 from structattn.errors import ConfigError
-from structattn.integrations.transformers.masks.masks import Sequences
+from structattn.integrations.transformers.masks.structured_mask import Sequences
 from structattn.layers.scoring import LowRank
 from structattn.layout.global_window import GlobalWindowLayout, Layout
 from structattn.layout.levels import LevelLayout

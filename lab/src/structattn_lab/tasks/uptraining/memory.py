@@ -14,8 +14,8 @@ def _cache_of(model: Any, tokens: Tensor, room: int) -> Any:
     else that of the model.
     """
     from structattn.integrations.transformers import level_cache
-    from structattn.integrations.transformers.caches.caches import CACHE
-    from structattn.integrations.transformers.structurize.families import StructurizedModel
+    from structattn.integrations.transformers.caches.model_cache import CACHE
+    from structattn.integrations.transformers.structurize.classes import StructurizedModel
 
     own = model.get_base_model() if hasattr(model, "get_base_model") else model
     given = {CACHE: level_cache(own, max_length=room)} if isinstance(own, StructurizedModel) else {}
@@ -37,7 +37,7 @@ def cache_bytes(model: Any, tokens: Tensor, mask: Tensor | None) -> int:
 
 def decode_ms(model: Any, tokens: Tensor) -> float:
     """Median milliseconds of one more token after a prompt, (1, T)."""
-    from structattn.integrations.transformers.caches.caches import CACHE
+    from structattn.integrations.transformers.caches.model_cache import CACHE
 
     cache = {CACHE: _cache_of(model, tokens[:, :-NUM_STEPS], tokens.shape[1])}
 

@@ -44,7 +44,7 @@ def checked_config(source: str, context_length: int, name: str = "task.context_l
     """
     found = check_source(source)  # before transformers is imported, which takes seconds
     from structattn.integrations.transformers import StructAttnConfig
-    from structattn.integrations.transformers.structurize.families import StructurizedConfig
+    from structattn.integrations.transformers.structurize.classes import StructurizedConfig
 
     config = source_config(found)
     if isinstance(config, StructAttnConfig | StructurizedConfig):

@@ -13,9 +13,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from structattn.cache import LevelCache
 from structattn.cache.paged import PackedCache
 from structattn.integrations.transformers.architecture.config import StructAttnConfig
-from structattn.integrations.transformers.caches.cache import LevelCacheLayer
-from structattn.integrations.transformers.caches.caches import level_cache_layer
-from structattn.integrations.transformers.masks.masks import Sequences
+from structattn.integrations.transformers.caches.layer_cache import LevelCacheLayer
+from structattn.integrations.transformers.caches.model_cache import level_cache_layer
+from structattn.integrations.transformers.masks.structured_mask import Sequences
 from structattn.layers.attention import Attention
 from structattn.layers.packed import attend_packed
 from structattn.layers.rotary import Rotary

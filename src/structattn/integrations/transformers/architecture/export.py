@@ -14,8 +14,8 @@ from structattn.checks import check_type
 from structattn.errors import ConfigError
 from structattn.integrations.transformers.architecture.loading import StructuredModelMixin
 from structattn.integrations.transformers.architecture.model import StructAttnForCausalLM
-from structattn.integrations.transformers.caches.cache import LevelCacheLayer
-from structattn.integrations.transformers.caches.caches import CACHE, level_cache
+from structattn.integrations.transformers.caches.layer_cache import LevelCacheLayer
+from structattn.integrations.transformers.caches.model_cache import CACHE, level_cache
 from structattn.integrations.transformers.variant import Variant
 from structattn.models.export import DecoderPrograms, bounded_levels, decoder_programs, of_each_row
 from structattn.models.language_model import inference

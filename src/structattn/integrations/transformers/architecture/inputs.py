@@ -17,9 +17,9 @@ from transformers.modeling_layers import GenericForSequenceClassification, Gener
 from structattn.checks import INT_DTYPES, check_bool, check_int, check_int_tensor, check_tensor, check_type, describe
 from structattn.errors import ConfigError, ShapeError
 from structattn.integrations.transformers.attention.adapters import has_adapter
-from structattn.integrations.transformers.attention.effect import asking_for_weights
-from structattn.integrations.transformers.caches.caches import CACHE, CACHE_NAMES, number_layers, take_cache
-from structattn.integrations.transformers.masks.masks import StructuredMask
+from structattn.integrations.transformers.attention.registration import asking_for_weights
+from structattn.integrations.transformers.caches.model_cache import CACHE, CACHE_NAMES, number_layers, take_cache
+from structattn.integrations.transformers.masks.structured_mask import StructuredMask
 
 # What `check_inputs` reads, and what it found right in the call of a model that is running.
 _CHECKED = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "cache", "use_cache")

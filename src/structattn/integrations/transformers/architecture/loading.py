@@ -21,8 +21,8 @@ from structattn.errors import CheckpointError, ConfigError, ShapeError, nearest_
 from structattn.integrations.hub import WHERE
 from structattn.integrations.transformers.architecture.auto_map import NotCopied
 from structattn.integrations.transformers.architecture.inputs import check_inputs
-from structattn.integrations.transformers.attention.effect import is_registered
-from structattn.integrations.transformers.caches.caches import (
+from structattn.integrations.transformers.attention.registration import is_registered
+from structattn.integrations.transformers.caches.model_cache import (
     CACHE,
     guarded,
     level_cache_layer,

@@ -18,8 +18,8 @@ from structattn.integrations.transformers.architecture.config import StructAttnC
 from structattn.integrations.transformers.architecture.inputs import check_keep, check_loss, checked
 from structattn.integrations.transformers.architecture.loading import StructuredModelMixin, first_keys
 from structattn.integrations.transformers.attention.arguments import check_arguments
-from structattn.integrations.transformers.caches.caches import CACHE, given_packed_cache
-from structattn.integrations.transformers.masks.masks import Sequences, StructuredMask, jumps
+from structattn.integrations.transformers.caches.model_cache import CACHE, given_packed_cache
+from structattn.integrations.transformers.masks.structured_mask import Sequences, StructuredMask, jumps
 from structattn.layers.rotary import RotaryEmbedding
 from structattn.memory import check_memory
 from structattn.optim.roles import Role, linear_roles

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from structattn.cache.attend import over_dense
 from structattn.cache.compiled import define, empty_output, needs_gradient, with_past
 from structattn.cache.numbers import NumberedLayer, numbered
-from structattn.integrations.transformers.caches.cache import LevelCacheLayer, with_left_out
-from structattn.integrations.transformers.masks.masks import StructuredMask
+from structattn.integrations.transformers.caches.layer_cache import LevelCacheLayer, with_left_out
+from structattn.integrations.transformers.masks.structured_mask import StructuredMask
 from structattn.integrations.transformers.variant import Variant
 from structattn.ops import flat_layout
 from structattn.ops.checks import autocasted

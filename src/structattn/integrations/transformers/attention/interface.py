@@ -17,14 +17,14 @@ from structattn.errors import CacheError, ConfigError
 from structattn.integrations.transformers.attention.arguments import POSITION_BIAS, TERMS, check_arguments
 from structattn.integrations.transformers.attention.by_heads import attention_by_heads, heads_at_once
 from structattn.integrations.transformers.attention.compiled import attend_compiled
-from structattn.integrations.transformers.attention.effect import collects_weights, register
 from structattn.integrations.transformers.attention.next_token import KnownCall, Reorder, known_call
+from structattn.integrations.transformers.attention.registration import collects_weights, register
 from structattn.integrations.transformers.attention.rotation import read_rotation
-from structattn.integrations.transformers.caches.cache import LevelCacheLayer, PendingStates
+from structattn.integrations.transformers.caches.layer_cache import LevelCacheLayer, PendingStates
 from structattn.integrations.transformers.masks.call_masks import check_lengths, checked_mask
 from structattn.integrations.transformers.masks.mask_functions import structured_mask
-from structattn.integrations.transformers.masks.masks import StructuredMask
-from structattn.integrations.transformers.sharding.sequence_shards import attend_shard, has_shards
+from structattn.integrations.transformers.masks.structured_mask import StructuredMask
+from structattn.integrations.transformers.sharding.shards import attend_shard, has_shards
 from structattn.integrations.transformers.variant import Variant, trained_spec
 from structattn.layers.attention_spec import AttentionSpec
 from structattn.layers.checks import check_fits

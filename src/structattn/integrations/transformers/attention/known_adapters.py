@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from structattn.integrations.transformers.attention.adapters import register_known, weighed
-from structattn.integrations.transformers.caches.caches import CACHE, of_decoder
-from structattn.integrations.transformers.masks.masks import StructuredMask
+from structattn.integrations.transformers.caches.model_cache import CACHE, of_decoder
+from structattn.integrations.transformers.masks.structured_mask import StructuredMask
 
 
 def _heads(x: Tensor, dim: int) -> Tensor:

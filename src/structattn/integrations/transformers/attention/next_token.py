@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from structattn.cache import LevelCache
-from structattn.integrations.transformers.attention.effect import collects_weights
-from structattn.integrations.transformers.caches.cache import LevelCacheLayer, PendingStates
-from structattn.integrations.transformers.masks.masks import StructuredMask
+from structattn.integrations.transformers.attention.registration import collects_weights
+from structattn.integrations.transformers.caches.layer_cache import LevelCacheLayer, PendingStates
+from structattn.integrations.transformers.masks.structured_mask import StructuredMask
 from structattn.integrations.transformers.variant import Variant
 
 _POSITIONS = "position_ids"  # the argument that is another at every step

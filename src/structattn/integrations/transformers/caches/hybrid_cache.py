@@ -15,7 +15,7 @@ from transformers.cache_utils import (
 
 from structattn.cache import PAGE_SIZE
 from structattn.errors import CacheError
-from structattn.integrations.transformers.caches.cache import LevelCacheLayer, RowChange
+from structattn.integrations.transformers.caches.layer_cache import LevelCacheLayer, RowChange
 
 
 class HybridCacheLayer(LevelCacheLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]

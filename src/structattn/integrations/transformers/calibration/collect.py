@@ -16,15 +16,15 @@ from structattn.errors import CalibrationError, ConfigError
 from structattn.integrations.transformers.architecture.inputs import check_inputs
 from structattn.integrations.transformers.architecture.loading import check_plain
 from structattn.integrations.transformers.attention.arguments import POSITION_BIAS, TERMS
-from structattn.integrations.transformers.attention.effect import register
 from structattn.integrations.transformers.attention.interface import attend
+from structattn.integrations.transformers.attention.registration import register
 from structattn.integrations.transformers.calibration.discovery import AttentionLayer, find_attention, observed
 from structattn.integrations.transformers.calibration.moments import Moments, distance_bucket
 from structattn.integrations.transformers.calibration.projections import Projections, find_projections, input_weights
 from structattn.integrations.transformers.calibration.record import Calibration, LayerCalibration, LayerShape
 from structattn.integrations.transformers.calibration.sensitivity import sensitivities
 from structattn.integrations.transformers.masks.mask_functions import structured_mask
-from structattn.integrations.transformers.masks.masks import Sequences, StructuredMask
+from structattn.integrations.transformers.masks.structured_mask import Sequences, StructuredMask
 from structattn.integrations.transformers.variant import Variant
 from structattn.layers.rotary_order import UNCHANGED
 from structattn.layout.checks import positive_ints

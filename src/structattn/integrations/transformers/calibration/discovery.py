@@ -22,11 +22,11 @@ from structattn.errors import ConfigError, StructAttnError
 from structattn.integrations.transformers.architecture.loading import check_plain
 from structattn.integrations.transformers.attention.adapters import adapted_class, complete
 from structattn.integrations.transformers.attention.arguments import POSITION_BIAS, TERMS, check_arguments
-from structattn.integrations.transformers.attention.effect import register
+from structattn.integrations.transformers.attention.registration import register
 from structattn.integrations.transformers.attention.rotation import LATENT, read_rotation
-from structattn.integrations.transformers.caches.caches import CACHE, has_state, is_plain
+from structattn.integrations.transformers.caches.model_cache import CACHE, has_state, is_plain
 from structattn.integrations.transformers.masks.mask_functions import structured_mask
-from structattn.integrations.transformers.masks.masks import StructuredMask
+from structattn.integrations.transformers.masks.structured_mask import StructuredMask
 from structattn.layers.rotary_order import Rotation
 
 _NAME = "structattn_discovery"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from structattn.integrations.transformers.attention.effect import register
+from structattn.integrations.transformers.attention.registration import register
 from structattn.integrations.transformers.calibration.discovery import observed, random_inputs
 from structattn.integrations.transformers.masks.mask_functions import structured_mask
 

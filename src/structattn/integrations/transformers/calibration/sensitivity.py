@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from structattn.integrations.transformers.attention.effect import register
 from structattn.integrations.transformers.attention.interface import attend
+from structattn.integrations.transformers.attention.registration import register
 from structattn.integrations.transformers.calibration.discovery import observed
 from structattn.integrations.transformers.masks.mask_functions import structured_mask
 from structattn.integrations.transformers.variant import Variant

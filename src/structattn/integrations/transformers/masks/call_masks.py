@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from structattn.errors import ConfigError
-from structattn.integrations.transformers.masks.masks import StructuredMask
+from structattn.integrations.transformers.masks.structured_mask import StructuredMask
 
 
 def checked_mask(

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import masking_utils
 
 from structattn.errors import ConfigError
-from structattn.integrations.transformers.masks.masks import StructuredMask
+from structattn.integrations.transformers.masks.structured_mask import StructuredMask
 
 # The mask functions of transformers are closures: each is known by the code of what its maker returns.
 _one = torch.zeros(1, 1, dtype=torch.int64)

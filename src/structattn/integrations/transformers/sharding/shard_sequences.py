@@ -11,9 +11,9 @@ from structattn.checks import check_choice, check_type, quoted
 from structattn.errors import ConfigError
 from structattn.integrations.transformers.architecture.model import StructAttnPreTrainedModel
 from structattn.integrations.transformers.attention.interface import RegisteredAttention
-from structattn.integrations.transformers.sharding.sequence_shards import check_call, mark
-from structattn.integrations.transformers.structurize.attention import StructuredAttention
-from structattn.integrations.transformers.structurize.families import StructurizedModel
+from structattn.integrations.transformers.sharding.shards import check_call, mark
+from structattn.integrations.transformers.structurize.classes import StructurizedModel
+from structattn.integrations.transformers.structurize.modules import StructuredAttention
 from structattn.layout.shards import ORDERS, Order
 from structattn.parallel.processes import Processes
 

@@ -17,8 +17,7 @@ from structattn.integrations.transformers.calibration.absorb import Absorption
 from structattn.integrations.transformers.calibration.basis import pair_order
 from structattn.integrations.transformers.calibration.discovery import AttentionLayer, find_attention
 from structattn.integrations.transformers.calibration.record import Calibration
-from structattn.integrations.transformers.structurize.attention import IMPLEMENTATION
-from structattn.integrations.transformers.structurize.families import (
+from structattn.integrations.transformers.structurize.classes import (
     StructureRecord,
     check_frequencies,
     install,
@@ -26,6 +25,7 @@ from structattn.integrations.transformers.structurize.families import (
     structurized_class,
     structurized_config,
 )
+from structattn.integrations.transformers.structurize.modules import IMPLEMENTATION
 from structattn.integrations.transformers.structurize.pair_orders import CALIBRATED, AnySplit, check_any_split
 from structattn.integrations.transformers.variant import trained_spec
 from structattn.layers.checks import check_fits

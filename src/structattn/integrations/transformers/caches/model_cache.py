@@ -29,8 +29,8 @@ from structattn.cache.numbers import give_numbers, is_traced
 from structattn.cache.paged import PackedCache
 from structattn.checks import check_size, check_type
 from structattn.errors import CacheError, ConfigError
-from structattn.integrations.transformers.caches.cache import LevelCacheLayer, RowChange, removed_tokens
 from structattn.integrations.transformers.caches.hybrid_cache import HybridCacheLayer, check_states, states_of
+from structattn.integrations.transformers.caches.layer_cache import LevelCacheLayer, RowChange, removed_tokens
 from structattn.memory import check_memory
 
 # The argument and the output of transformers' models that is the cache: its name from 5.24 on, and before. Our models take both.

@@ -19,8 +19,8 @@ from structattn.integrations.transformers.architecture.config import OwnErrors, 
 from structattn.integrations.transformers.architecture.inputs import checked
 from structattn.integrations.transformers.architecture.loading import StructuredModelMixin, first_keys, structure_entry
 from structattn.integrations.transformers.attention.adapters import complete, has_adapter
-from structattn.integrations.transformers.attention.effect import record_outputs
-from structattn.integrations.transformers.structurize.attention import (
+from structattn.integrations.transformers.attention.registration import record_outputs
+from structattn.integrations.transformers.structurize.modules import (
     IMPLEMENTATION,
     OLD_ORDER,
     Structure,

@@ -18,7 +18,7 @@ from structattn.cache.numbers import Count, new_number
 from structattn.checks import check_int, check_tensor
 from structattn.errors import CacheError, ShapeError
 from structattn.integrations.transformers.caches.recording import Append, Recording
-from structattn.integrations.transformers.masks.masks import Placeholder
+from structattn.integrations.transformers.masks.structured_mask import Placeholder
 from structattn.integrations.transformers.variant import Variant
 
 # The methods of a cache that move its rows.

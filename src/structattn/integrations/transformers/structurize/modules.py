@@ -16,12 +16,12 @@ from structattn.cache.numbers import NumberedLayer
 from structattn.checks import quoted
 from structattn.errors import CheckpointError, ConfigError
 from structattn.integrations.transformers.attention.adapters import adapted_class
-from structattn.integrations.transformers.attention.effect import register
 from structattn.integrations.transformers.attention.interface import attend, attend_packed
 from structattn.integrations.transformers.attention.next_token import Reorder
-from structattn.integrations.transformers.caches.caches import given_packed_cache, level_cache_layer, of_decoder
+from structattn.integrations.transformers.attention.registration import register
+from structattn.integrations.transformers.caches.model_cache import given_packed_cache, level_cache_layer, of_decoder
 from structattn.integrations.transformers.masks.mask_functions import structured_mask
-from structattn.integrations.transformers.sharding.sequence_shards import attend_shard, has_shards
+from structattn.integrations.transformers.sharding.shards import attend_shard, has_shards
 from structattn.integrations.transformers.variant import Variant
 from structattn.layers.rotary_order import (
     RotarySplit,

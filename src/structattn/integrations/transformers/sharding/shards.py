@@ -17,9 +17,9 @@ from structattn.checks import check_tensor, check_type, quoted
 from structattn.errors import ConfigError, ShapeError
 from structattn.integrations.transformers.attention.arguments import TERMS, check_arguments
 from structattn.integrations.transformers.attention.next_token import Reorder
-from structattn.integrations.transformers.caches.cache import PendingStates
+from structattn.integrations.transformers.caches.layer_cache import PendingStates
 from structattn.integrations.transformers.masks.call_masks import check_lengths, checked_mask
-from structattn.integrations.transformers.masks.masks import read_packing
+from structattn.integrations.transformers.masks.structured_mask import read_packing
 from structattn.integrations.transformers.variant import Variant
 from structattn.layers.checks import check_fits
 from structattn.layout.shards import Order

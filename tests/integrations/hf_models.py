@@ -45,7 +45,9 @@ def gpt2(**options):
 
 
 class ExactNorm(torch.nn.Module):
-    """The RMS norm of transformers computes in float32 whatever the model's dtype; the same in the model's own."""
+    """The RMS norm of transformers computes in float32 whatever the model's dtype; the same in the model's
+    own.
+    """
 
     def __init__(self, norm):
         super().__init__()
@@ -85,7 +87,9 @@ FAMILIES = {"llama": llama, "qwen2": qwen2, "qwen3": qwen3, "gpt2": gpt2}
 
 
 def trained(make, seed=0, **options):
-    """A model in float64 and eval mode whose every parameter, norms and biases too, is far from its initial value."""
+    """A model in float64 and eval mode whose every parameter, norms and biases too, is far from its initial
+    value.
+    """
     torch.manual_seed(seed)
     model = make(**options).double().eval()
     with torch.no_grad():
@@ -121,7 +125,9 @@ def generate(model, ids, mask=None, new=12, **options):
 
 
 def drafting(model):
-    """An assistant that drafts 6 tokens at a time, so that most rounds roll its cache back, and across block boundaries."""
+    """An assistant that drafts 6 tokens at a time, so that most rounds roll its cache back, and across block
+    boundaries.
+    """
     model.generation_config.num_assistant_tokens = 6
     model.generation_config.num_assistant_tokens_schedule = "constant"
     model.generation_config.assistant_confidence_threshold = 0.0
@@ -129,7 +135,9 @@ def drafting(model):
 
 
 def level_order(ranks, split, head_dim=HEAD_DIM):
-    """The definition of the permutation, by loops: pairs (i, i + D/2), i = 0 the fastest, dealt to the levels."""
+    """The definition of the permutation, by loops: pairs (i, i + D/2), i = 0 the fastest, dealt to the
+    levels.
+    """
     half = head_dim // 2
     if split is None:
         return list(range(head_dim))
@@ -154,7 +162,8 @@ _names = itertools.count()
 
 
 def by_definition(model, layouts, split, window=None):
-    """The plain model with the reference attention instead, on rotated queries and keys put in the levels' order.
+    """The plain model with the reference attention instead, on rotated queries and keys put in the levels'
+    order.
 
     Args:
         model: a plain model; a copy is changed.
@@ -193,7 +202,9 @@ def by_definition(model, layouts, split, window=None):
 
 
 def tokenizer():
-    """Token n is the word ``wn``, but for 0, padding on the left, 1, the end of a text, and 2, any other word."""
+    """Token n is the word ``wn``, but for 0, padding on the left, 1, the end of a text, and 2, any other
+    word.
+    """
     special = {"pad_token": "<pad>", "eos_token": "<end>", "unk_token": "<other>"}
     vocabulary = [*special.values(), *(f"w{n}" for n in range(3, VOCAB))]
     words = tokenizers.models.WordLevel({word: n for n, word in enumerate(vocabulary)}, unk_token="<other>")

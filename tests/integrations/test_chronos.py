@@ -1,4 +1,6 @@
-"""Structured self-attention in a Chronos T5: what it computes, with padding, holes and a cache; saving; Chronos' own pipeline around it."""
+"""Structured self-attention in a Chronos T5: what it computes, with padding, holes and a cache; saving;
+Chronos' own pipeline around it.
+"""
 
 import copy
 import json
@@ -78,7 +80,9 @@ def gradients(model, logits):
 
 
 def dense_attention(layout, window, context):
-    """Transformers' eager attention with the score written from the definition, row by row without padding, holes as -inf."""
+    """Transformers' eager attention with the score written from the definition, row by row without padding,
+    holes as -inf.
+    """
 
     def attend(module, query, key, value, mask, dropout=0.0, scaling=None, position_bias=None, **_):
         if module.is_decoder and not module.is_causal:  # cross attention
@@ -155,7 +159,9 @@ def test_levels_are_the_definition(spec, window, monkeypatch):
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_padding_and_cache(spec):
-    """A padded row is the row without padding; later tokens do not change earlier ones; the cache changes nothing."""
+    """A padded row is the row without padding; later tokens do not change earlier ones; the cache changes
+    nothing.
+    """
     model, given = structurize(plain(), spec), batch()
     logits = model(**given).logits
     for row, padding in enumerate(MASKED_ROWS):
@@ -262,7 +268,9 @@ def test_pickles_and_other_models_are_refused(tmp_path):
 
 
 def test_a_damaged_plain_checkpoint_is_refused(tmp_path):
-    """transformers draws weights that are missing at random, and raises whatever the contents of the files make it raise."""
+    """transformers draws weights that are missing at random, and raises whatever the contents of the files
+    make it raise.
+    """
     from safetensors.torch import save_file
 
     plain(torch.float32).save_pretrained(tmp_path)

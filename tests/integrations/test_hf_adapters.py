@@ -1,4 +1,6 @@
-"""Attention classes of transformers that score by themselves: ALiBi against its definition, masks with holes, returned weights."""
+"""Attention classes of transformers that score by themselves: ALiBi against its definition, masks with holes,
+returned weights.
+"""
 
 import copy
 
@@ -53,7 +55,9 @@ def logits(model, mask, ids=IDS):
 
 
 def slopes(family, heads):
-    """Press et al. 2022, section 3, and the supplement for a number of heads that is no power of 2; MPT orders the heads differently."""
+    """Press et al. 2022, section 3, and the supplement for a number of heads that is no power of 2; MPT
+    orders the heads differently.
+    """
 
     def powers(count):
         return [2 ** (-8 * (h + 1) / count) for h in range(count)]
@@ -69,7 +73,9 @@ def slopes(family, heads):
 
 @pytest.mark.parametrize("case", ALIBI)
 def test_alibi_by_its_definition(case, monkeypatch) -> None:
-    """Every attention call of a model with levels, in a left-padded batch, against the dense definition with slopes."""
+    """Every attention call of a model with levels, in a left-padded batch, against the dense definition with
+    slopes.
+    """
     family, options = ALIBI[case]
     model = structurize(_page["tiny"](family, options), **LEVELS)
     attention, errors = AttentionInterface()[IMPLEMENTATION], []
@@ -141,7 +147,9 @@ SELF_WEIGHED = ("bloom", "gptj", "gpt_neo", "jetmoe", "mpt", "rembert", "xglm")
     "family", [pytest.param(f, marks=[] if f == "mpt" else [*known(f), pytest.mark.full]) for f in SELF_WEIGHED]
 )
 def test_returned_weights(family) -> None:
-    """These models collect weights in their own code, and tell their attention or not; without a cache and with one."""
+    """These models collect weights in their own code, and tell their attention or not; without a cache and
+    with one.
+    """
     model, one = plain_and_one_level(family, (_page["FAMILIES"] | _page["RARE"])[family])
     with torch.no_grad():
         expected = model(IDS, use_cache=False, output_attentions=True).attentions

@@ -1,4 +1,6 @@
-"""A saved model loads in a process that has not imported the package, through the module file that is saved with it."""
+"""A saved model loads in a process that has not imported the package, through the module file that is saved
+with it.
+"""
 
 import json
 
@@ -48,10 +50,13 @@ def test_without_the_import(tmp_path) -> None:
                 print(type(x).__name__, bool((x(expected["ids"]).logits - expected["logits"]).abs().max() < 1e-12))
             base = AutoModel.from_pretrained(folder / name, trust_remote_code=True)
             print(type(base).__name__, type(base) is type(model.model))
-            from structattn.integrations.transformers import StructAttnForCausalLM; from structattn.integrations.transformers.structurize import classes
-            kind = families.class_named(type(model).__name__) or StructAttnForCausalLM
-            print(type(model) is type(again) is kind, type(AutoConfig.from_pretrained(folder / name)) is kind.config_class)
-            print(getattr(importlib.import_module("transformers"), model.config.architectures[0]) is kind)  # where pipelines and trainers look
+            from structattn.integrations.transformers import StructAttnForCausalLM
+            from structattn.integrations.transformers.structurize import classes
+            kind = classes.class_named(type(model).__name__) or StructAttnForCausalLM
+            config = AutoConfig.from_pretrained(folder / name)
+            print(type(model) is type(again) is kind, type(config) is kind.config_class)
+            # where pipelines and trainers look
+            print(getattr(importlib.import_module("transformers"), model.config.architectures[0]) is kind)
         print(type(AutoModelForCausalLM.from_pretrained(folder / "older")).__name__)  # the package is imported by now
         """,
         tmp_path,

@@ -1,4 +1,6 @@
-"""Mixed precision: what autocast gives other dtypes than 16 bits meets attention in one dtype, as in plain transformers."""
+"""Mixed precision: what autocast gives other dtypes than 16 bits meets attention in one dtype, as in plain
+transformers.
+"""
 
 import pytest
 import torch

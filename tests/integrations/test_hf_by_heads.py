@@ -1,4 +1,6 @@
-"""A long prompt computed a few key heads at a time gives what all heads at once give, and takes less memory."""
+"""A long prompt computed a few key heads at a time gives what all heads at once give, and takes less
+memory.
+"""
 
 import sys
 from pathlib import Path

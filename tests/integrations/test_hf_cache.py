@@ -200,10 +200,12 @@ def test_visible_size() -> None:
 
 
 def three_kinds():
-    """Models with level caches: our own, structurized, and with a registered attention; the layers of each."""
+    """Models with level caches: our own, structurized, and with a registered attention; the layers of
+    each.
+    """
     config = StructAttnConfig(
-        attention="[bilinear-btt:1,mlr:4|2|2]", vocab_size=50, hidden_size=32, num_attention_heads=4, num_hidden_layers=2,
-        max_position_embeddings=64,
+        attention="[bilinear-btt:1,mlr:4|2|2]", vocab_size=50, hidden_size=32, num_attention_heads=4,
+        num_hidden_layers=2, max_position_embeddings=64,
     )  # fmt: skip
     own = trained(lambda: StructAttnForCausalLM(config))
     yield own, own.model.layers, own.lm_head

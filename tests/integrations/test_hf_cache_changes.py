@@ -1,4 +1,6 @@
-"""What changes all layers of a cache changes all of them or none: layers of ours, of transformers, with states, and in mixtures."""
+"""What changes all layers of a cache changes all of them or none: layers of ours, of transformers, with
+states, and in mixtures.
+"""
 
 import copy
 import pickle
@@ -40,7 +42,9 @@ def mixed_model():
 
 
 def caches(model):
-    """Caches that a program may have: ours, and those of transformers, which the model fills with our layers."""
+    """Caches that a program may have: ours, and those of transformers, which the model fills with our
+    layers.
+    """
     yield level_cache(model)
     yield DynamicCache()
     yield DynamicCache(config=model.config)
@@ -378,8 +382,8 @@ def test_convolutions_of_a_real_model() -> None:
     if not hasattr(transformers, "Lfm2Config"):
         pytest.skip("this transformers does not know LFM2")
     config = transformers.Lfm2Config(
-        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=64, layer_types=["conv", "full_attention", "conv", "full_attention"],
+        vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, layer_types=["conv", "full_attention", "conv", "full_attention"],
     )  # fmt: skip
     torch.manual_seed(0)
     model = structurize(transformers.Lfm2ForCausalLM(config).double().eval(), "mlr:4|4@64|16").requires_grad_(False)

@@ -1,4 +1,6 @@
-"""A calibration is what the definition says, it changes no logits until levels drop dimensions, and then it loses less than a fixed order."""
+"""A calibration is what the definition says, it changes no logits until levels drop dimensions, and then it
+loses less than a fixed order.
+"""
 
 import copy
 import json

@@ -1,4 +1,6 @@
-"""Decoding with a cache through ``torch.compile``: few graphs, whatever the positions, and the results of eager code."""
+"""Decoding with a cache through ``torch.compile``: few graphs, whatever the positions, and the results of
+eager code.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""Continuous batching of transformers with a paged cache that has levels: the tokens of ``generate``, and no page lost."""
+"""Continuous batching of transformers with a paged cache that has levels: the tokens of ``generate``, and no
+page lost.
+"""
 
 import importlib
 import random
@@ -144,7 +146,9 @@ def test_several_answers_of_one_prompt() -> None:
 
 
 def storm(model, count, seed, longest, options):
-    """Requests of random lengths that come in any order, some of them cancelled: all others have the right tokens, and all pages are free."""
+    """Requests of random lengths that come in any order, some of them cancelled: all others have the right
+    tokens, and all pages are free.
+    """
     draw = random.Random(seed)
     given, wanted = [], {}
     (beginning,) = prompts([longest], seed)

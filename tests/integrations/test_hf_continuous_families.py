@@ -1,4 +1,6 @@
-"""Continuous batching of each family: the logarithms of the probabilities of its tokens are those of the whole text, or it is refused."""
+"""Continuous batching of each family: the logarithms of the probabilities of its tokens are those of the
+whole text, or it is refused.
+"""
 
 import pytest
 import torch
@@ -31,7 +33,9 @@ def text(length, seed):
 
 
 def batched(model, given):
-    """The new tokens and the logarithms of their probabilities; the third prompt has a common beginning with the first."""
+    """The new tokens and the logarithms of their probabilities; the third prompt has a common beginning with
+    the first.
+    """
     options = ContinuousBatchingConfig(num_blocks=60, page_size=8, return_logprobs=True, max_batch_tokens=16)
     generation = GenerationConfig(do_sample=False, max_new_tokens=5, eos_token_id=-1)
     outs = model.generate_batch(given, generation, continuous_batching_config=options).values()

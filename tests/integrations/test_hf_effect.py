@@ -1,4 +1,6 @@
-"""register_attention takes effect on a model, keeps scores a matter of distances, or is refused with the reason."""
+"""register_attention takes effect on a model, keeps scores a matter of distances, or is refused with the
+reason.
+"""
 
 import copy
 

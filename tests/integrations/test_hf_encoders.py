@@ -1,4 +1,6 @@
-"""register_attention for encoders: every real token as with eager attention or by the definition, with padding on either side."""
+"""register_attention for encoders: every real token as with eager attention or by the definition, with
+padding on either side.
+"""
 
 import copy
 import itertools

@@ -134,7 +134,9 @@ def test_a_mask_and_a_cache_are_refused(kind) -> None:
 
 
 def check_lengths(module, length, *, with_mask, batch=3) -> None:
-    """Exports with an example of 20 tokens, and compares at other lengths, 1 and 2 among them, as a plain model takes them."""
+    """Exports with an example of 20 tokens, and compares at other lengths, 1 and 2 among them, as a plain
+    model takes them.
+    """
     rows = torch.export.Dim("rows") if isinstance(length, torch.export.Dim) else length
     inputs = (models.tokens(batch, 20), torch.ones(batch, 20, dtype=torch.int64))[: 2 if with_mask else 1]
     program = torch.export.export(module, inputs, dynamic_shapes=({0: rows, 1: length},) * len(inputs)).module()

@@ -1,4 +1,6 @@
-"""What docs/families.md says of each family, with a tiny random model: the page's table is made from the same models."""
+"""What docs/families.md says of each family, with a tiny random model: the page's table is made from the same
+models.
+"""
 
 import copy
 import runpy
@@ -147,7 +149,8 @@ import torch, transformers, structattn.integrations.transformers
 from test_hf_families import logits
 expected = torch.load({str(tmp_path / "expected.pt")!r}, weights_only=True)
 for family, wanted in expected.items():
-    model = transformers.AutoModelForCausalLM.from_pretrained({str(tmp_path)!r} + "/" + family, dtype=torch.float64).eval()
+    path = {str(tmp_path)!r} + "/" + family
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
     torch.testing.assert_close(logits(model)[-1], wanted, rtol=1e-5, atol=1e-5)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
@@ -228,7 +231,8 @@ def test_the_halved_context_must_be_known() -> None:
     assert states == [None]
 
 
-# Frequencies so low that hardly any pair turns within a text; fewer queries than dimensions; large biases; dropout.
+# Frequencies so low that hardly any pair turns within a text; fewer queries than dimensions; large biases;
+# dropout.
 HARD = {
     "slow": ({"rope_parameters": {"rope_type": "linear", "factor": 2000.0, "rope_theta": 10000.0}}, "halves:16"),
     "one head": ({"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 128}, "halves:128"),

@@ -1,4 +1,6 @@
-"""Classification with StructAttnConfig: the heads by their definition, padding, and loading with an old or a new head."""
+"""Classification with StructAttnConfig: the heads by their definition, padding, and loading with an old or a
+new head.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""register_attention: equal to the definition on any decoder, and an error wherever a mask or a term would be lost."""
+"""register_attention: equal to the definition on any decoder, and an error wherever a mask or a term would be
+lost.
+"""
 
 import copy
 

@@ -1,4 +1,6 @@
-"""Layers with chunks, layers that score the keys of others, and layers with a state beside their keys, through a cache."""
+"""Layers with chunks, layers that score the keys of others, and layers with a state beside their keys,
+through a cache.
+"""
 
 import copy
 

@@ -1,4 +1,6 @@
-"""Attention masks of transformers: padding on the right, holes and 4 dimensions, with a cache and without; attention weights after cached tokens."""
+"""Attention masks of transformers: padding on the right, holes and 4 dimensions, with a cache and without;
+attention weights after cached tokens.
+"""
 
 import copy
 import functools
@@ -149,7 +151,9 @@ def test_masks_of_four_dimensions_are_the_plain_model_s(form) -> None:
 
 
 def test_texts_that_share_a_beginning() -> None:
-    """Three texts of four tokens as one row: their common three tokens, then the last one of each, by a mask and positions."""
+    """Three texts of four tokens as one row: their common three tokens, then the last one of each, by a mask
+    and positions.
+    """
     ids = torch.tensor([[5, 6, 7, 11], [5, 6, 7, 12], [5, 6, 7, 13]])
     row, positions = torch.tensor([[5, 6, 7, 11, 12, 13]]), torch.tensor([[0, 1, 2, 3, 3, 3]])
     mask = torch.ones(6, 6, dtype=torch.bool).tril() & ~(

@@ -122,7 +122,9 @@ def test_beams_samples_and_assistants() -> None:
 
 
 def test_attention_weights() -> None:
-    """Of all blocks, in a cache too, by an argument or by the config; they are rows of a softmax, and the last row is that of the whole text."""
+    """Of all blocks, in a cache too, by an argument or by the config; they are rows of a softmax, and the
+    last row is that of the whole text.
+    """
     model = make(["mlr:4|2|2", "bilinear-mlr:4|2|1|1"])
     whole = model(IDS, attention_mask=MASK, output_attentions=True)
     assert_close(whole.logits[REAL], logits(model)[REAL])

@@ -1,4 +1,6 @@
-"""Continuous batching: requests with the same beginning compute it once, and all tokens are those of ``generate``."""
+"""Continuous batching: requests with the same beginning compute it once, and all tokens are those of
+``generate``.
+"""
 
 import time
 from contextlib import contextmanager
@@ -222,7 +224,9 @@ def test_a_manager_that_is_kept_shares_nothing_with_its_next_session() -> None:
 @pytest.mark.quick(chunk=[31])
 @pytest.mark.parametrize("chunk", [31, 32, 64])
 def test_a_chunk_that_needs_more_pages_than_its_prompt_ends_one_request(chunk, monkeypatch) -> None:
-    """Deeper blocks are nearly full after 31 tokens of 33: more pages than the pool has, and than 33 tokens need."""
+    """Deeper blocks are nearly full after 31 tokens of 33: more pages than the pool has, and than 33 tokens
+    need.
+    """
     model = structurized("mlr:4|2|2@64|32|16,values=4|2|2")
     tokens, other = text(34), text(5, 2)
     with served(model, monkeypatch, page_size=4, num_blocks=6, max_batch_tokens=chunk) as server:

@@ -1,4 +1,6 @@
-"""What is saved is what is loaded, in another process too; and whatever does not fit is an error, never a plain model."""
+"""What is saved is what is loaded, in another process too; and whatever does not fit is an error, never a
+plain model.
+"""
 
 import json
 import os

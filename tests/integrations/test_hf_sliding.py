@@ -21,7 +21,9 @@ def logits(model, **options):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.quick(family=["qwen3", "gpt2"], values=[(3, 4, 1)])
 def test_levels(family, values, tmp_path) -> None:
-    """By the definition, cached as uncached, a padded batch as each prompt, one cache of the size that the layout says, saved and loaded."""
+    """By the definition, cached as uncached, a padded batch as each prompt, one cache of the size that the
+    layout says, saved and loaded.
+    """
     model = trained(FAMILIES[family])
     layout = LevelLayout.sliding((4, 2, 2), (None, 7, 3), value_ranks=values)
     expected = by_definition(model, [layout] * LAYERS, None if family == "gpt2" else "low_far")

@@ -1,4 +1,6 @@
-"""Decoding steps of structurized models in C++: the logits of a call without a cache, and nothing is left out when a call differs."""
+"""Decoding steps of structurized models in C++: the logits of a call without a cache, and nothing is left out
+when a call differs.
+"""
 
 import copy
 

@@ -1,4 +1,6 @@
-"""structurize: trained weights kept, scores by the definition, and everything that a trained model does still works."""
+"""structurize: trained weights kept, scores by the definition, and everything that a trained model does still
+works.
+"""
 
 import copy
 

@@ -1,4 +1,6 @@
-"""What people run our models of transformers with: pipelines, offloading, quantization, resizing, prompt lookup, 16 bits, ``Trainer``, ONNX."""
+"""What people run our models of transformers with: pipelines, offloading, quantization, resizing, prompt
+lookup, 16 bits, ``Trainer``, ONNX.
+"""
 
 import copy
 

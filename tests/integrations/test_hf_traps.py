@@ -1,6 +1,8 @@
-"""Where families differ from Llama, levels are still by their definition: plain loops over pairs of tokens, none of our code.
+"""Where families differ from Llama, levels are still by their definition: plain loops over pairs of tokens,
+none of our code.
 
-Every case is computed at two places of the text: positions only count as distances, except where a model norms after it rotates.
+Every case is computed at two places of the text: positions only count as distances, except where a model
+norms after it rotates.
 """
 
 import itertools
@@ -17,7 +19,8 @@ from structattn.testing.tolerances import SAME_MODEL, SIX_DIGITS
 
 RANKS, BLOCKS, CONTEXT = (8, 4, 4), (16, 8, 4), 16
 ALL = HEAD_DIM
-# Rotated pairs of each layer: how, and how many dimensions; the first pair is the fastest. And what is the trap.
+# Rotated pairs of each layer: how, and how many dimensions; the first pair is the fastest. And what is the
+# trap.
 TRAPS = {
     "mistral": ([("halves", ALL)] * 2, "windows"),
     "smollm3": ([("halves", ALL), None], "a layer without positions"),
@@ -61,7 +64,9 @@ def order(rotation):
 
 
 def by_definition(family):
-    """An attention function that computes scores of ``RANKS`` pair by pair, with the dense mask that transformers makes."""
+    """An attention function that computes scores of ``RANKS`` pair by pair, with the dense mask that
+    transformers makes.
+    """
     rotations, _ = TRAPS[family]
 
     def attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, s_aux=None, **_):

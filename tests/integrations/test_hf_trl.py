@@ -1,4 +1,6 @@
-"""Fine-tuning by TRL, each trainer for two steps on tiny models, and evaluation by lm_eval: they take our models as objects."""
+"""Fine-tuning by TRL, each trainer for two steps on tiny models, and evaluation by lm_eval: they take our
+models as objects.
+"""
 
 import copy
 

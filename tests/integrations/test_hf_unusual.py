@@ -1,4 +1,6 @@
-"""Configurations with settings that few models have, together: biases, windows, tied embeddings, odd heads, scaled positions, experts in float16."""
+"""Configurations with settings that few models have, together: biases, windows, tied embeddings, odd heads,
+scaled positions, experts in float16.
+"""
 
 import copy
 
@@ -95,7 +97,8 @@ def test_unusual_configurations(family, tmp_path) -> None:
 
 @pytest.mark.full
 def test_float16_experts_change_where_the_router_is_undecided() -> None:
-    """In float16 the logits of Mixtral may differ by far more than rounding: rounding chooses another expert for a token between two.
+    """In float16 the logits of Mixtral may differ by far more than rounding: rounding chooses another expert
+    for a token between two.
 
     Nothing else differs. Against SDPA, which computes one level too, no number does without padding.
     """

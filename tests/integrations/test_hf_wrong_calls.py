@@ -39,6 +39,14 @@ def register(**options):
     return register_attention(**{"spec": "mlr:4|4", "name": "wrong"} | options)
 
 
+def own_model(**options):
+    return StructAttnForCausalLM(StructAttnConfig(**OPTIONS | {"attention": "standard"} | options))
+
+
+def own_cache(**options):
+    return level_cache(PLAIN, **options)
+
+
 def change(model=PLAIN, **options):
     return structurize(copy.deepcopy(model), **{"spec": "mlr:4|4"} | options)
 
@@ -67,12 +75,12 @@ TABLE = [
     (StructAttnForCausalLM.from_pretrained, "pretrained_model_name_or_path", (*PATHS, "/nonexistent")),
     (PLAIN_OWN.save_pretrained, "save_directory", PATHS),
     (LevelCacheLayer().batch_select_indices, "indices", (None, 3, [0])),
-    *((lambda **o: StructAttnForCausalLM(StructAttnConfig(**OPTIONS | {"attention": "standard"} | o)), name, (2**40, 2**31 - 1)) for name in ("vocab_size", "intermediate_size")),
+    *((own_model, name, (2**40, 2**31 - 1)) for name in ("vocab_size", "intermediate_size")),
     (own, "dtype", ("nope", "\ud800")),
     *((call, "id2label", (3, "x", [1], {"a": 1})) for call in (own, changed_config)),
     *((changed_config, name, ("x",)) for name in ("dtype", "hidden_size", "rope_parameters", "attention_dropout")),
     (level_cache, "model", NO_MODELS),
-    *((call, name, INTS) for call in (LevelCacheLayer, lambda **o: level_cache(PLAIN, **o)) for name in ("max_length", "page_size")),
+    *((call, name, INTS) for call in (LevelCacheLayer, own_cache) for name in ("max_length", "page_size")),
     *((own, name, INTS) for name in (*OPTIONS, "max_position_embeddings", "num_key_value_heads", "intermediate_size")),
     (own, "attention", (None, 7, [], "x", "", [None, None], {"a": 1}, ["mlr:4|4"], True, "mlr:8|8")),
     (own, "rotary", (7, True, "", "x", ["low_far"], "low_far,base=nan")),

@@ -1,4 +1,6 @@
-"""``StructTransformer`` and its search in neuralforecast: as its own models, with covariates, losses, missing steps, long inputs."""
+"""``StructTransformer`` and its search in neuralforecast: as its own models, with covariates, losses, missing
+steps, long inputs.
+"""
 
 import logging
 import re
@@ -26,8 +28,8 @@ from structattn.testing.tolerances import SIX_DIGITS
 
 QUIET = {"enable_progress_bar": False, "logger": False, "enable_model_summary": False, "accelerator": "cpu"}
 TINY = {
-    "h": 4, "input_size": 16, "attention": "mlr:2|2", "patch_length": 4, "embed_dim": 16, "num_layers": 1, "max_steps": 3,
-    "windows_batch_size": 8, **QUIET,
+    "h": 4, "input_size": 16, "attention": "mlr:2|2", "patch_length": 4, "embed_dim": 16, "num_layers": 1,
+    "max_steps": 3, "windows_batch_size": 8, **QUIET,
 }  # fmt: skip
 COVARIATES = {"hist_exog_list": ["wind"], "futr_exog_list": ["sun"], "stat_exog_list": ["site"]}
 STATIC = pd.DataFrame({"unique_id": ["a", "b"], "site": [0.0, 1.0]})
@@ -120,7 +122,8 @@ def test_without_the_target_it_reads_the_covariates_alone() -> None:
     assert not nf.models[0].network.instance_norm
     future = nf.make_future_dataframe().assign(sun=0.5)
     swapped = df.assign(y=df.groupby("unique_id").y.transform(lambda y: y.to_numpy()[::-1]))
-    # Mean and spread of the scaler depend on the target, so that forecasts do: what the network reads must not.
+    # Mean and spread of the scaler depend on the target, so that forecasts do: what the network reads must
+    # not.
     batch = {
         "insample_y": torch.zeros(1, 16, 1),
         "insample_mask": torch.ones(1, 16, 1),

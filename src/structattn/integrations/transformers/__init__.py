@@ -1,7 +1,8 @@
-"""structattn in Hugging Face transformers: a new architecture, restructured trained models, or an attention implementation.
+"""structattn in Hugging Face transformers: a new architecture, restructured trained models, or an attention
+implementation.
 
-Importing this registers ``structattn`` and ``structattn_llama``, ``_qwen2``, ``_qwen3``, ``_gpt2`` with the Auto classes. See
-``docs/huggingface.md``.
+Importing this registers ``structattn`` and ``structattn_llama``, ``_qwen2``, ``_qwen3``, ``_gpt2`` with the
+Auto classes. See ``docs/huggingface.md``.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ for _auto, _kind in (
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> type:
-        """The classes of structurized models, such as ``StructAttnLlamaForCausalLM``, made when they are asked for."""
+        """The classes of structurized models, such as ``StructAttnLlamaForCausalLM``, made when they are
+        asked for.
+        """
         if (kind := class_named(name)) is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return kind

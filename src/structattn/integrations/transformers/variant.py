@@ -27,7 +27,8 @@ def trained_spec(spec: str | AttentionSpec) -> AttentionSpec:
     """A spec, checked to fit trained weights.
 
     Raises:
-        ConfigError: it asks for a scoring, a number of heads or a custom layer, which need other weights; or is not a spec.
+        ConfigError: it asks for a scoring, a number of heads or a custom layer, which need other weights; or
+            is not a spec.
     """
     if not isinstance(spec, str | AttentionSpec):
         raise ConfigError(f"an attention spec is a text such as 'mlr:32|16|16' or an AttentionSpec, got {quoted(spec)}")
@@ -42,12 +43,14 @@ def trained_spec(spec: str | AttentionSpec) -> AttentionSpec:
             else "a number of heads, a rank or a scaling"
         )
         raise ConfigError(
-            f"attention spec {quoted(str(value))} asks for {what}, which cannot keep trained query and key weights: give a layout "
+            f"attention spec {quoted(str(value))} asks for {what}, which cannot keep trained query and key weights: "
+            "give a layout "
             "(mlr, global-window) and a window only, or train a StructAttnForCausalLM from scratch"
         )
     if isinstance(value.layout, TextLayout):
         raise ConfigError(
-            f"attention spec {quoted(str(value))} has text units as levels, and transformers does not give a model the tokens that end "
+            f"attention spec {quoted(str(value))} has text units as levels, and transformers does not give a model the "
+            "tokens that end "
             "lines: train a structattn.LanguageModel, or give blocks (mlr)"
         )
     return value
@@ -93,9 +96,9 @@ class Variant:
     def scaled(self, q: Tensor, scaling: float | None) -> tuple[Tensor, float | None]:
         """The queries and the scale that preserve the score scale c of a model.
 
-        A layout scales by the shared rank, 1 / sqrt(R) for ``"variance"``; a model by c, 1 / sqrt(D) for most. The queries are
-        multiplied by c sqrt(D): with one level the scores are then the model's own, and with levels every distance keeps its
-        variance. Without a layout c is used as it is.
+        A layout scales by the shared rank, 1 / sqrt(R) for ``"variance"``; a model by c, 1 / sqrt(D) for
+        most. The queries are multiplied by c sqrt(D): with one level the scores are then the model's own, and
+        with levels every distance keeps its variance. Without a layout c is used as it is.
         """
         dim = q.shape[-1]
         if self.layout is None:

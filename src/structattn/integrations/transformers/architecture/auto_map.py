@@ -1,7 +1,8 @@
-"""What is saved with a config so that the Auto classes load it in a process that has not imported this package.
+"""What is saved with a config so that the Auto classes load it in a process that has not imported this
+package.
 
-transformers asks for ``trust_remote_code=True`` where a config names a module file in its own folder. Ours has no code but the import of our
-classes from the installed package, and importing that registers them.
+transformers asks for ``trust_remote_code=True`` where a config names a module file in its own folder. Ours
+has no code but the import of our classes from the installed package, and importing that registers them.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from structattn.files import write_atomic
 
 MODULE = "structattn_model"
 _PACKAGE = "structattn.integrations.transformers"
-_HEAD = f'''"""Loads this model through the Auto classes of transformers, with trust_remote_code=True; needs structattn with its extra 'hf'.
+_HEAD = f'''"""Loads this model through the Auto classes of transformers, with trust_remote_code=True.
 
-With `import {_PACKAGE}` this file is not read.
+It needs structattn with its extra 'hf'. With `import {_PACKAGE}` this file is not read.
 """
 '''
 
@@ -36,16 +37,19 @@ AUTO_MODELS = {
 
 
 def publish(kind: type) -> None:
-    """Makes a class of ours an attribute of ``transformers``: programs look there for the name that ``config.architectures`` holds.
+    """Makes a class of ours an attribute of ``transformers``: programs look there for the name that
+    ``config.architectures`` holds.
 
-    Pipelines do, and the server that ``structattn.serve`` starts, and trainers that take the name of a folder. transformers makes its module twice, and the
-    second is the one that an import gives from then on.
+    Pipelines do, and the server that ``structattn.serve`` starts, and trainers that take the name of a
+    folder. transformers makes its module twice, and the second is the one that an import gives from then on.
     """
     setattr(sys.modules[transformers.__name__], kind.__name__, kind)
 
 
 class NotCopied:
-    """A mixin for configs and models: transformers would copy the source of a class that it marks as remote code."""
+    """A mixin for configs and models: transformers would copy the source of a class that it marks as remote
+    code.
+    """
 
     _auto_class = None
 
@@ -62,7 +66,8 @@ class SelfLoadingConfig(NotCopied):
         return True
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
-        """``PreTrainedConfig.save_pretrained``, with the entry ``auto_map`` and the module file that it names.
+        """``PreTrainedConfig.save_pretrained``, with the entry ``auto_map`` and the module file that it
+        names.
 
         Raises:
             ConfigError: the name is not that of a folder.

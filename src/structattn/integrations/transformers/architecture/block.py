@@ -106,7 +106,9 @@ class StructAttnLayer(GradientCheckpointingLayer):  # type: ignore[misc]
     def weights(
         self, x: Tensor, sequences: Sequences, caches: Cache | None, padding: Any, attn_mask: Tensor | None
     ) -> Tensor:
-        """The attention weights of these tokens, (B, H, T, S), before they are in the cache; arguments as ``forward``."""
+        """The attention weights of these tokens, (B, H, T, S), before they are in the cache; arguments as
+        ``forward``.
+        """
         shown = None if attn_mask is None else attn_mask.to(x.device)
         normed = self.attention_norm(x)
         if caches is not None and level_cache_layer(caches, self.index).get_seq_length() > 0:
@@ -117,9 +119,11 @@ class StructAttnLayer(GradientCheckpointingLayer):  # type: ignore[misc]
         )
 
     def bring_scoring(self) -> None:
-        """Lets the weights of the scoring come with a call of the attention, where accelerate keeps them on disk or on a CPU.
+        """Lets the weights of the scoring come with a call of the attention, where accelerate keeps them on
+        disk or on a CPU.
 
-        accelerate brings the weights of a module when that module is called, and the attention calls no matrix: it multiplies by it.
+        accelerate brings the weights of a module when that module is called, and the attention calls no
+        matrix: it multiplies by it.
         """
         parts = [(part, getattr(part, "_hf_hook", None)) for part in self.attention.scoring.modules()]
         kept = [(part, hook) for part, hook in parts if getattr(hook, "offload", False)]

@@ -30,7 +30,9 @@ _SIZES = (
 
 @contextmanager
 def _as_config_errors() -> Iterator[None]:
-    """Errors of transformers for its own fields, such as dtype and id2label, become ours. Up to 5.17 it checks a field when it is set."""
+    """Errors of transformers for its own fields, such as dtype and id2label, become ours. Up to 5.17 it
+    checks a field when it is set.
+    """
     try:
         yield
     except ConfigError:
@@ -40,7 +42,9 @@ def _as_config_errors() -> Iterator[None]:
 
 
 class OwnErrors:
-    """A mixin that precedes a config class: a field that transformers cannot use is a ``ConfigError``, whenever it is set."""
+    """A mixin that precedes a config class: a field that transformers cannot use is a ``ConfigError``,
+    whenever it is set.
+    """
 
     def __post_init__(self, **kwargs: Any) -> None:
         with _as_config_errors():
@@ -52,7 +56,9 @@ class OwnErrors:
 
 
 class ReturnsWeights:
-    """A mixin that precedes a config class: ``output_attentions`` takes no other attention implementation than that of the model."""
+    """A mixin that precedes a config class: ``output_attentions`` takes no other attention implementation
+    than that of the model.
+    """
 
     _output_attentions: bool | None
 
@@ -66,7 +72,9 @@ class ReturnsWeights:
         self._output_attentions = value
 
     def validate(self) -> None:
-        """The checks of transformers, of which one refuses the setting with any implementation but "eager"."""
+        """The checks of transformers, of which one refuses the setting with any implementation but
+        "eager".
+        """
         shown, self._output_attentions = self._output_attentions, False
         try:
             super().validate()  # type: ignore[misc]
@@ -78,10 +86,10 @@ class StructAttnConfig(OwnErrors, ReturnsWeights, SelfLoadingConfig, PreTrainedC
     """A Llama-like decoder whose attention is given by specs.
 
     Args:
-        attention: one spec of ``structattn.spec`` for all layers, a text of ``structattn.spec.layers`` that is repeated over them, or
-            a list with one per layer. There is no default.
-        rotary: text of ``structattn.layers.rotary.Rotary``, such as ``"low_far,base=500000"``; ``None``: positions are learned, up
-            to ``max_position_embeddings``. Default ``"low_far"``.
+        attention: one spec of ``structattn.spec`` for all layers, a text of ``structattn.spec.layers`` that
+            is repeated over them, or a list with one per layer. There is no default.
+        rotary: text of ``structattn.layers.rotary.Rotary``, such as ``"low_far,base=500000"``; ``None``:
+            positions are learned, up to ``max_position_embeddings``. Default ``"low_far"``.
         vocab_size: V.
         hidden_size: E.
         intermediate_size: width of the MLP. ``None``: 8 E / 3, rounded up to a multiple of 64.
@@ -97,8 +105,8 @@ class StructAttnConfig(OwnErrors, ReturnsWeights, SelfLoadingConfig, PreTrainedC
         use_cache: default of ``forward`` outside training.
 
     Raises:
-        ConfigError: a spec is missing, unknown or too many, or a text is not of its form. Ranks that do not fit are found when the
-            model is made.
+        ConfigError: a spec is missing, unknown or too many, or a text is not of its form. Ranks that do not
+            fit are found when the model is made.
     """
 
     model_type = "structattn"
@@ -148,7 +156,8 @@ class StructAttnConfig(OwnErrors, ReturnsWeights, SelfLoadingConfig, PreTrainedC
         for spec in self.layer_specs:
             if isinstance(parse_spec(spec).layout, TextLayout):
                 raise ConfigError(
-                    f"attention spec {quoted(spec)} has text units as levels, and a StructAttnConfig does not know which tokens "
+                    f"attention spec {quoted(spec)} has text units as levels, and a StructAttnConfig does not know "
+                    "which tokens "
                     "end lines: train a structattn.LanguageModel, or give blocks (mlr)"
                 )
         if self.rotary is not None:
@@ -165,7 +174,8 @@ class StructAttnConfig(OwnErrors, ReturnsWeights, SelfLoadingConfig, PreTrainedC
         given = self.attention
         if given is None:
             raise ConfigError(
-                "a StructAttnConfig needs attention=, one spec such as 'mlr:32|16|16' or a list with one per layer: it has no "
+                "a StructAttnConfig needs attention=, one spec such as 'mlr:32|16|16' or a list with one per layer: it "
+                "has no "
                 "default, so that a model without its structure is never mistaken for one with it"
             )
         if isinstance(given, str):

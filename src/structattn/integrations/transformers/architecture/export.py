@@ -1,4 +1,6 @@
-"""A model of transformers with structured attention as two programs of ``torch.export``, whose state is a compressed cache."""
+"""A model of transformers with structured attention as two programs of ``torch.export``, whose state is a
+compressed cache.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from structattn.models.language_model import inference
 
 
 class _BoundedLayer(LevelCacheLayer):
-    """A layer of the cache of one call. To the model it is empty: positions are given, and no mask is needed."""
+    """A layer of the cache of one call. To the model it is empty: positions are given, and no mask is
+    needed.
+    """
 
     has_positions = True
 
@@ -46,7 +50,8 @@ class _BoundedLayer(LevelCacheLayer):
     ) -> Tensor:
         if alibi_slopes is not None or (attn_mask is not None and attn_mask.is_floating_point()):
             raise ConfigError(
-                "this model adds ALiBi or another bias to its scores, which an exported program cannot read from its cache: export it without a cache, by "
+                "this model adds ALiBi or another bias to its scores, which an exported program cannot read from its "
+                "cache: export it without a cache, by "
                 "torch.export.export"
             )
         q, scale = variant.scaled(q, scaling)
@@ -57,13 +62,15 @@ class _BoundedLayer(LevelCacheLayer):
 
     def undo(self) -> None:
         raise ConfigError(
-            "several layers of this model read the keys of one, which an exported program cannot: export it without a cache, by "
+            "several layers of this model read the keys of one, which an exported program cannot: export it without a "
+            "cache, by "
             "torch.export.export"
         )
 
 
 def export_decoder(model: PreTrainedModel, *, max_length: int, batch_size: int | None = None) -> DecoderPrograms:
-    """As ``structattn.export_decoder``, for a model of transformers that ``structurize`` changed, or a ``StructAttnForCausalLM``.
+    """As ``structattn.export_decoder``, for a model of transformers that ``structurize`` changed, or a
+    ``StructAttnForCausalLM``.
 
     Args:
         model: a causal language model; its weights, dtype and device are those of the programs.
@@ -71,8 +78,8 @@ def export_decoder(model: PreTrainedModel, *, max_length: int, batch_size: int |
         batch_size: rows. Default ``None``: any number.
 
     Raises:
-        ConfigError: it is no such model; a number is out of its range; or the model reads positions from its cache, as
-            ``StructAttnForCausalLM`` does with learned positions.
+        ConfigError: it is no such model; a number is out of its range; or the model reads positions from its
+            cache, as ``StructAttnForCausalLM`` does with learned positions.
 
     Cost: see ``structattn.export_decoder``.
     """
@@ -84,7 +91,8 @@ def export_decoder(model: PreTrainedModel, *, max_length: int, batch_size: int |
     is_own = isinstance(model, StructAttnForCausalLM)  # its layers ask the cache for positions
     if is_own and model.model.position is not None:
         raise ConfigError(
-            "this model has learned positions, which it reads from its cache: export one with rotary positions (config.rotary), or a "
+            "this model has learned positions, which it reads from its cache: export one with rotary positions "
+            "(config.rotary), or a "
             "structattn.LanguageModel"
         )
 
@@ -129,7 +137,8 @@ def _check_equal(model: PreTrainedModel, programs: DecoderPrograms, embedding: T
     error = float((found - expected).norm() / expected.norm().clamp(min=1e-30))
     if not error <= _WRONG.get(embedding.dtype, 1e-3):
         raise ConfigError(
-            f"the exported programs of {type(model).__name__} give other logits than the model (relative error {error:.2g}): it reads positions "
+            f"the exported programs of {type(model).__name__} give other logits than the model (relative error "
+            f"{error:.2g}): it reads positions "
             "from its cache, and not from position_ids; export it without a cache, by torch.export.export"
         )
 
@@ -147,12 +156,14 @@ def _levels(model: PreTrainedModel, max_length: int) -> list[BoundedLevels]:
     for layer in cache.layers:
         if not isinstance(layer, LevelCacheLayer) or layer.level_cache is None:
             raise ConfigError(
-                f"a layer of {type(model).__name__} keeps a {type(layer).__name__}, which an exported program cannot: all layers must have "
+                f"a layer of {type(model).__name__} keeps a {type(layer).__name__}, which an exported program cannot: "
+                "all layers must have "
                 "softmax attention"
             )
         if layer.level_cache.chunk_size is not None:
             raise ConfigError(
-                f"{type(model).__name__} attends in chunks of {layer.level_cache.chunk_size} tokens, which an exported program cannot: export it "
+                f"{type(model).__name__} attends in chunks of {layer.level_cache.chunk_size} tokens, which an exported "
+                "program cannot: export it "
                 "without a cache, by torch.export.export"
             )
         facts, _ = layer.level_cache.state()

@@ -36,7 +36,9 @@ class _Classifier(StructAttnPreTrainedModel):
         return linear_roles(self, {"score": "output"})
 
     def check_loaded(self, info: dict[str, Any]) -> None:
-        """See ``StructuredModelMixin``: of a checkpoint of another class the weights are loaded without its head, and this head is new."""
+        """See ``StructuredModelMixin``: of a checkpoint of another class the weights are loaded without its
+        head, and this head is new.
+        """
         if type(self).__name__ not in (self.config.architectures or ()):
             new = {"missing_keys": "score.", "unexpected_keys": "lm_head."}
             info = info | {what: [key for key in info[what] if not key.startswith(head)] for what, head in new.items()}
@@ -44,12 +46,14 @@ class _Classifier(StructAttnPreTrainedModel):
 
 
 class StructAttnForSequenceClassification(GenericForSequenceClassification, _Classifier):  # type: ignore[misc]
-    """One class, or ``config.num_labels`` numbers, for each row: a linear layer on the features of its last token.
+    """One class, or ``config.num_labels`` numbers, for each row: a linear layer on the features of its last
+    token.
 
     The last token is the last one that is not ``config.pad_token_id``, which batches of several rows need.
 
     Args:
-        config: the architecture; ``num_labels`` or ``id2label`` says how many classes, ``problem_type`` which loss.
+        config: the architecture; ``num_labels`` or ``id2label`` says how many classes, ``problem_type`` which
+            loss.
 
     Raises:
         ConfigError: a spec does not fit the sizes.

@@ -1,4 +1,6 @@
-"""Checks of the inputs of our transformers models, so that errors name the wrong argument before a layer fails."""
+"""Checks of the inputs of our transformers models, so that errors name the wrong argument before a layer
+fails.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ _known: ContextVar[tuple[Any, ...] | None] = ContextVar("_known", default=None)
 
 
 def checked(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A model's ``forward`` that checks its inputs first and takes a cache by either name; its signature stays, which transformers reads."""
+    """A model's ``forward`` that checks its inputs first and takes a cache by either name; its signature
+    stays, which transformers reads.
+    """
     names = list(inspect.signature(forward).parameters)[1:]
     own_cache = next((name for name in CACHE_NAMES if name in names), CACHE)
 
@@ -62,7 +66,8 @@ def checked(forward: Callable[..., Any]) -> Callable[..., Any]:
         elif isinstance(self, GenericForSequenceClassification):
             if self.config.pad_token_id is None and tokens.shape[0] > 1:
                 raise ConfigError(
-                    f"a batch of {tokens.shape[0]} rows needs config.pad_token_id, from which the last token of each row is found"
+                    f"a batch of {tokens.shape[0]} rows needs config.pad_token_id, from which the last token of each "
+                    "row is found"
                 )
             if given.get("labels") is not None:
                 check_classes(given["labels"], tokens.shape[0], self.config)
@@ -79,8 +84,8 @@ def check_inputs(config: PreTrainedConfig, given: Mapping[str, Any]) -> None:
     """Checks the inputs of a decoder by name; missing ones are ``None``.
 
     Raises:
-        ConfigError, ShapeError: neither or both of ``input_ids`` and ``inputs_embeds``; tokens that are not ints, or not in the
-            vocabulary (on a CPU); another shape, type or dtype than expected.
+        ConfigError, ShapeError: neither or both of ``input_ids`` and ``inputs_embeds``; tokens that are not
+            ints, or not in the vocabulary (on a CPU); another shape, type or dtype than expected.
     """
     ids: Any = given.get("input_ids")
     embeds: Any = given.get("inputs_embeds")
@@ -95,14 +100,16 @@ def check_inputs(config: PreTrainedConfig, given: Mapping[str, Any]) -> None:
         is_float = embeds.is_floating_point() and embeds.element_size() > 1
         if not is_float or embeds.dim() != 3 or embeds.shape[2] != config.hidden_size or 0 in embeds.shape:
             raise ShapeError(
-                f"inputs_embeds must be floating point (of 16, 32 or 64 bits) of shape (batch, tokens, {config.hidden_size}) with at least one token, got {embeds.dtype} of shape {tuple(embeds.shape)}"
+                "inputs_embeds must be floating point (of 16, 32 or 64 bits) of shape (batch, tokens, "
+                f"{config.hidden_size}) with at least one token, got {embeds.dtype} of shape {tuple(embeds.shape)}"
             )
     tokens = ids if embeds is None else embeds
     batch, length = tokens.shape[:2]
     if positions is not None:
         if isinstance(positions, Tensor) and positions.dim() > 2:
             raise ConfigError(
-                f"structured attention knows positions of shape (batch, tokens), got {tuple(positions.shape)}: positions along several axes "
+                f"structured attention knows positions of shape (batch, tokens), got {tuple(positions.shape)}: "
+                "positions along several axes "
                 "(images, video) are not supported"
             )
         _check_ints("position_ids", positions, INT_DTYPES)
@@ -133,12 +140,14 @@ def _check_mask(mask: Tensor, batch: int) -> None:
     has_other_numbers = not ((mask == 0) | (mask == 1)).all()
     if mask.dim() == 2 and has_other_numbers:
         raise ConfigError(
-            "attention_mask must hold 1 where a token is real and 0 where it is padding, got other numbers: a mask that is added to "
+            "attention_mask must hold 1 where a token is real and 0 where it is padding, got other numbers: a mask "
+            "that is added to "
             "the scores is written (mask == 0).long()"
         )
     if mask.dim() == 4 and mask.is_floating_point() and not has_other_numbers and mask.any():
         raise ConfigError(
-            "a 4-dimensional attention_mask of floating point is added to the scores, and this one holds 1 where others hold 0: a mask "
+            "a 4-dimensional attention_mask of floating point is added to the scores, and this one holds 1 where "
+            "others hold 0: a mask "
             "that shows pairs is bool, mask != 0"
         )
 
@@ -147,8 +156,8 @@ def check_loss(given: Mapping[str, Any], tokens: Tensor, vocab_size: int) -> Non
     """Checks the inputs of a loss by name; missing ones are ``None``.
 
     Raises:
-        ConfigError, ShapeError: ``labels`` or ``shift_labels`` are not one token, or ``ignore_index``, for each position; or
-            ``ignore_index`` is no int.
+        ConfigError, ShapeError: ``labels`` or ``shift_labels`` are not one token, or ``ignore_index``, for
+            each position; or ``ignore_index`` is no int.
     """
     ignored = given.get("ignore_index", -100)
     check_int("ignore_index", ignored)
@@ -164,7 +173,9 @@ def check_loss(given: Mapping[str, Any], tokens: Tensor, vocab_size: int) -> Non
 
 
 def check_classes(labels: Any, rows: int, config: PreTrainedConfig) -> None:
-    """Raises ``ShapeError`` or ``ConfigError`` unless labels are a class for each row, or floating point numbers for each row."""
+    """Raises ``ShapeError`` or ``ConfigError`` unless labels are a class for each row, or floating point
+    numbers for each row.
+    """
     check_tensor("labels", labels)
     count, problem = config.num_labels, config.problem_type
     is_class = problem == "single_label_classification" or (
@@ -174,7 +185,8 @@ def check_classes(labels: Any, rows: int, config: PreTrainedConfig) -> None:
     fits = labels.dtype == torch.int64 if is_class else labels.is_floating_point()
     if not fits or tuple(labels.shape) not in shapes:
         raise ShapeError(
-            f"labels of {problem or 'a classification'} with num_labels={count} must be {'int64' if is_class else 'floating point'} of shape "
+            f"labels of {problem or 'a classification'} with num_labels={count} must be "
+            f"{'int64' if is_class else 'floating point'} of shape "
             f"{shapes[0]}, got {labels.dtype} of shape {tuple(labels.shape)}"
         )
     if is_class:
@@ -193,14 +205,16 @@ def _check_ints(name: str, x: Any, dtypes: tuple[torch.dtype, ...]) -> None:
     check_tensor(name, x)
     if x.dim() != 2 or x.dtype not in dtypes or 0 in x.shape:
         raise ShapeError(
-            f"{name} must be {dtypes[-1]} of shape (batch, tokens) with at least one token, got {x.dtype} of shape {tuple(x.shape)}"
+            f"{name} must be {dtypes[-1]} of shape (batch, tokens) with at least one token, got {x.dtype} of shape "
+            f"{tuple(x.shape)}"
         )
 
 
 def _check_as_weights(embeds: Tensor, weight: Tensor) -> None:
     if embeds.is_meta != weight.is_meta or (embeds.dtype == torch.float64) != (weight.dtype == torch.float64):
         raise ShapeError(
-            f"inputs_embeds must be like the weights of the model, {weight.dtype} on {weight.device}, got {embeds.dtype} on {embeds.device}"
+            f"inputs_embeds must be like the weights of the model, {weight.dtype} on {weight.device}, got "
+            f"{embeds.dtype} on {embeds.device}"
         )
 
 

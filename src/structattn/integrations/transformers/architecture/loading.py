@@ -46,7 +46,8 @@ def check_safe(path: object, arguments: dict[str, Any]) -> None:
         if not any(folder.glob("*.safetensors*")):
             found = f"{pickled[0]}, a pickle, which can run code when it is read" if pickled else "no weights"
             raise CheckpointError(
-                f"{folder} holds {found}: expected model.safetensors; convert what there is with safetensors.torch.save_file"
+                f"{folder} holds {found}: expected model.safetensors; convert what there is with "
+                "safetensors.torch.save_file"
             )
         indices = sorted(folder.glob("*.index.json"))
     else:  # a name on the hub, where transformers looks for the same index
@@ -66,24 +67,29 @@ _MAY_BE_MISSING = {
 
 
 def _check_index(index: Path) -> None:
-    """Raises ``CheckpointError`` unless an index of shards names only safetensors files: transformers unpickles any other."""
+    """Raises ``CheckpointError`` unless an index of shards names only safetensors files: transformers
+    unpickles any other.
+    """
     try:
         shards = {str(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} is no index of weights ({error!r}): the checkpoint is damaged") from error
     if others := sorted(name for name in shards if not name.endswith(".safetensors")):
         raise CheckpointError(
-            f"{index} names {others[0]}, which is not safetensors; a pickle can run code when it is read and is never loaded"
+            f"{index} names {others[0]}, which is not safetensors; a pickle can run code when it is read and is never "
+            "loaded"
         )
 
 
 class StructuredModelMixin(NotCopied):
     """What our models have in common: a mixin that precedes the class of transformers.
 
-    The flags say what holds, not what the plain model can do. Tensor parallelism does hold where the plain model has a plan: it splits heads.
+    The flags say what holds, not what the plain model can do. Tensor parallelism does hold where the plain
+    model has a plan: it splits heads.
     """
 
-    # The attention is given by the config, so no other implementation takes its place; context parallelism would cut the levels.
+    # The attention is given by the config, so no other implementation takes its place; context parallelism
+    # would cut the levels.
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = False
     _supports_context_parallel = False
     _can_compile_fullgraph = False  # with a static cache, which has no levels
@@ -114,7 +120,8 @@ class StructuredModelMixin(NotCopied):
             model, info = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)  # type: ignore[misc]
         except OSError as error:
             raise CheckpointError(
-                f"{pretrained_model_name_or_path} is neither a folder with a model nor the name of one on the hub: {error}"
+                f"{pretrained_model_name_or_path} is neither a folder with a model nor the name of one on the hub: "
+                f"{error}"
             ) from error
         except SafetensorError as error:
             raise CheckpointError(f"the weights in {pretrained_model_name_or_path} are damaged: {error}") from error
@@ -127,7 +134,8 @@ class StructuredModelMixin(NotCopied):
         return (model, info) if with_info else model
 
     def generate(self, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """``GenerationMixin.generate``, which reads its inputs before the model does; ``cache`` may have its older name ``past_key_values``.
+        """``GenerationMixin.generate``, which reads its inputs before the model does; ``cache`` may have its
+        older name ``past_key_values``.
 
         Raises:
             ConfigError, ShapeError: they are missing, or see ``check_inputs``.
@@ -162,7 +170,9 @@ class StructuredModelMixin(NotCopied):
         super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """A call of the model: if it fails, no layer of ``cache`` (older name: ``past_key_values``) keeps its tokens."""
+        """A call of the model: if it fails, no layer of ``cache`` (older name: ``past_key_values``) keeps its
+        tokens.
+        """
         if (cache := take_cache(kwargs)) is None:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         if isinstance(cache, PackedCache):  # of continuous batching: transformers' models would ask it for masks
@@ -187,7 +197,9 @@ class StructuredModelMixin(NotCopied):
 
     @abstractmethod
     def check_loaded(self, info: dict[str, Any]) -> None:
-        """Raises ``CheckpointError`` unless what was loaded is of this model's structure; ``info`` as transformers reports it."""
+        """Raises ``CheckpointError`` unless what was loaded is of this model's structure; ``info`` as
+        transformers reports it.
+        """
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
@@ -195,13 +207,16 @@ class StructuredModelMixin(NotCopied):
         return False
 
     def _check_and_adjust_attn_implementation(self, implementation: Any, *args: Any, **kwargs: Any) -> Any:
-        # transformers would ask whether the implementation can be set: no, but one of ours is that of the model, see `claim`.
+        # transformers would ask whether the implementation can be set: no, but one of ours is that of the
+        # model, see `claim`.
         if is_registered(implementation):
             return implementation
         return super()._check_and_adjust_attn_implementation(implementation, *args, **kwargs)  # type: ignore[misc]
 
     def set_attn_implementation(self, attn_implementation: Any, *_: Any, **__: Any) -> None:
-        """Raises ``ConfigError``, unless nothing would change: the attention of this model is structured by its config."""
+        """Raises ``ConfigError``, unless nothing would change: the attention of this model is structured by
+        its config.
+        """
         own = self.config._attn_implementation  # type: ignore[attr-defined]
         if attn_implementation != own:
             raise ConfigError(_given_by_config(type(self), attn_implementation))
@@ -209,13 +224,16 @@ class StructuredModelMixin(NotCopied):
     def init_continuous_batching(
         self, generation_config: Any = None, continuous_batching_config: Any = None, workload_hints: Any = None
     ) -> Any:
-        """As in transformers: a manager that computes many requests together, here with a paged cache that has levels.
+        """As in transformers: a manager that computes many requests together, here with a paged cache that
+        has levels.
 
-        ``generate_batch``, ``continuous_batching_context_manager`` and transformers' server are built on it. See ``docs/serving.md``.
+        ``generate_batch``, ``continuous_batching_context_manager`` and transformers' server are built on it.
+        See ``docs/serving.md``.
 
         Raises:
             MissingDependencyError: this needs transformers 5.20 or later.
-            ConfigError: an option that a cache with levels does not have, or a model with layers that are no attention.
+            ConfigError: an option that a cache with levels does not have, or a model with layers that are no
+                attention.
         """
         from structattn.integrations.transformers.caches.continuous_batching import manager
 
@@ -224,8 +242,9 @@ class StructuredModelMixin(NotCopied):
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any
     ) -> None:
-        # transformers has no public hook for the cache that `generate` makes. If it stops calling this, the attention
-        # layers still replace empty layers themselves; rolling back over a block boundary is then refused.
+        # transformers has no public hook for the cache that `generate` makes. If it stops calling this, the
+        # attention layers still replace empty layers themselves; rolling back over a block boundary is then
+        # refused.
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
         cache = model_kwargs.get(CACHE)
         if isinstance(cache, Cache):
@@ -239,12 +258,16 @@ def check_plain(model: object) -> None:
     """Raises ``ConfigError`` for a model that has structured attention already."""
     if isinstance(model, StructuredModelMixin):
         raise ConfigError(
-            f"{type(model).__name__} is structurized already: give the original model, with its own weights (the model card of this one names it)"
+            f"{type(model).__name__} is structurized already: give the original model, with its own weights (the model "
+            "card of this one names it)"
         )
 
 
 def _given_by_config(kind: type, asked: object) -> str:
-    return f"the attention of {kind.__name__} is given by its config, and not by attn_implementation={quoted(asked)}: leave it away"
+    return (
+        f"the attention of {kind.__name__} is given by its config, and not by attn_implementation={quoted(asked)}: "
+        "leave it away"
+    )
 
 
 def first_keys(keys: Iterable[str]) -> str:
@@ -254,11 +277,14 @@ def first_keys(keys: Iterable[str]) -> str:
 
 
 def structure_entry(config: PreTrainedConfig, names: list[str], optional: Sequence[str] = ()) -> dict[str, Any]:
-    """The entry ``structattn`` of a config, with those names, of which some are optional; raises ``ConfigError`` for another one."""
+    """The entry ``structattn`` of a config, with those names, of which some are optional; raises
+    ``ConfigError`` for another one.
+    """
     given = getattr(config, "structattn", None)
     if not isinstance(given, dict):
         raise ConfigError(
-            f"the config of a {config.model_type} model needs the entry 'structattn' with {', '.join(names)}, got {quoted(given)}: "
+            f"the config of a {config.model_type} model needs the entry 'structattn' with {', '.join(names)}, got "
+            f"{quoted(given)}: "
             "structurize() and save_pretrained write it"
         )
     for name in given:

@@ -1,4 +1,6 @@
-"""``StructAttnForCausalLM``: a Llama-like decoder of transformers whose attention is ``structattn.Attention``, with any spec."""
+"""``StructAttnForCausalLM``: a Llama-like decoder of transformers whose attention is
+``structattn.Attention``, with any spec.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,8 @@ class StructAttnPreTrainedModel(StructuredModelMixin, PreTrainedModel):  # type:
     _supports_sdpa = True  # what programs ask for by default may be asked for, and changes nothing
 
     def _init_weights(self, module: nn.Module) -> None:
-        # Parameters were initialised by the modules that own them, and loading is strict. What is not in the state dict has to
-        # be made again when transformers gives a model of the meta device memory.
+        # Parameters were initialised by the modules that own them, and loading is strict. What is not in the
+        # state dict has to be made again when transformers gives a model of the meta device memory.
         if isinstance(module, RotaryEmbedding):
             module.reset_parameters()
 
@@ -51,13 +53,16 @@ class StructAttnPreTrainedModel(StructuredModelMixin, PreTrainedModel):  # type:
         return loaded
 
     def check_loaded(self, info: dict[str, Any]) -> None:
-        """See ``StructuredModelMixin``: the weights must be exactly those of the architecture in ``config.json``; a base model leaves the head out."""
+        """See ``StructuredModelMixin``: the weights must be exactly those of the architecture in
+        ``config.json``; a base model leaves the head out.
+        """
         for what in ("missing_keys", "unexpected_keys"):
             if keys := [
                 key for key in info[what] if self is not self.base_model or not key.startswith(("lm_head.", "score."))
             ]:
                 raise CheckpointError(
-                    f"the weights are not those of the architecture in config.json: {what.replace('_', ' ')} {first_keys(keys)}"
+                    f"the weights are not those of the architecture in config.json: {what.replace('_', ' ')} "
+                    f"{first_keys(keys)}"
                 )
 
 
@@ -115,18 +120,20 @@ class StructAttnModel(StructAttnPreTrainedModel):
 
         Args:
             input_ids: (B, T) int; or ``inputs_embeds``.
-            attention_mask: (B, S), nonzero where a token, cached or new, is real. Positions count from the first real token of a row, and
-                hidden tokens after it count. Or (B or 1, H or 1, T, S), bool or added to the scores, which moves no position.
+            attention_mask: (B, S), nonzero where a token, cached or new, is real. Positions count from the
+                first real token of a row, and hidden tokens after it count. Or (B or 1, H or 1, T, S), bool
+                or added to the scores, which moves no position.
             position_ids: (B, T) int; only used to find where they restart: sequences packed in one row.
-            cache: the keys and values so far, also by its older name ``past_key_values``. The layers of an empty one that
-                transformers made are replaced by ours.
+            cache: the keys and values so far, also by its older name ``past_key_values``. The layers of an
+                empty one that transformers made are replaced by ours.
             inputs_embeds: (B, T, E).
             use_cache: return a cache. Default: ``config.use_cache``, but not in training.
             output_hidden_states: also return the input of each block and the output.
-            output_attentions: also return the attention weights of each block, (B, H, T, S), before dropout. They are computed beside the
-                output, for short texts.
+            output_attentions: also return the attention weights of each block, (B, H, T, S), before dropout.
+                They are computed beside the output, for short texts.
             return_dict: default ``True``; else a tuple.
-            **kwargs: ``cu_seq_lens_q`` as flash attention takes it; others are without effect, such as ``seq_idx``.
+            **kwargs: ``cu_seq_lens_q`` as flash attention takes it; others are without effect, such as
+                ``seq_idx``.
 
         Raises:
             ConfigError: see ``read_padding`` and ``read_packing``; or an argument changes the score.
@@ -146,7 +153,8 @@ class StructAttnModel(StructAttnPreTrainedModel):
             mask.check_later("and this model is causal")
             if position_ids is not None and bool(jumps(position_ids)[0].any()):
                 raise ConfigError(
-                    "this model counts positions by itself, and position_ids that do not rise by 1 beside a 4-dimensional attention mask would "
+                    "this model counts positions by itself, and position_ids that do not rise by 1 beside a "
+                    "4-dimensional attention mask would "
                     "have no effect"
                 )
         else:
@@ -217,7 +225,8 @@ class StructAttnModel(StructAttnPreTrainedModel):
 
 def _too_long(length: int, most: int) -> ShapeError:
     return ShapeError(
-        f"{length} tokens are more than the {most} positions learned: train a model with rotary positions for longer texts"
+        f"{length} tokens are more than the {most} positions learned: train a model with rotary positions for longer "
+        "texts"
     )
 
 
@@ -232,8 +241,8 @@ class StructAttnForCausalLM(StructAttnPreTrainedModel, GenerationMixin):  # type
 
     Example:
         >>> config = StructAttnConfig(
-        ...     attention="mlr:8|4|4", vocab_size=100, hidden_size=64, num_attention_heads=4, num_hidden_layers=2,
-        ...     max_position_embeddings=64,
+        ...     attention="mlr:8|4|4", vocab_size=100, hidden_size=64, num_attention_heads=4,
+        ...     num_hidden_layers=2, max_position_embeddings=64,
         ... )
         >>> StructAttnForCausalLM(config).generate(torch.ones(1, 4, dtype=torch.long), max_new_tokens=3).shape
         torch.Size([1, 7])

@@ -1,7 +1,8 @@
-"""Attention classes that score by themselves, made to run through transformers' ``AttentionInterface`` as most classes do.
+"""Attention classes that score by themselves, made to run through transformers' ``AttentionInterface`` as
+most classes do.
 
-An adapter is a mixin that precedes such a class and overrides the method in which it scores. Write one for a class of your own model, and
-``register_adapter`` it: nothing else is needed for ``structurize``.
+An adapter is a mixin that precedes such a class and overrides the method in which it scores. Write one for a
+class of your own model, and ``register_adapter`` it: nothing else is needed for ``structurize``.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ _ADAPTED: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def register_adapter(attention: type[nn.Module], adapter: type[nn.Module]) -> None:
-    """Makes ``structurize`` work for an attention class that does not run through transformers' ``AttentionInterface``.
+    """Makes ``structurize`` work for an attention class that does not run through transformers'
+    ``AttentionInterface``.
 
     Args:
-        attention: the attention class of a model. Modules without ``config`` get that of their model, and those whose ``layer_idx`` is
-            missing, ``None`` or -1 the last number in their name, such as 3 in ``layers.3.attention``.
-        adapter: a class that precedes it. It overrides the method that scores, and calls ``call_attention`` with what reaches that method.
+        attention: the attention class of a model. Modules without ``config`` get that of their model, and
+            those whose ``layer_idx`` is missing, ``None`` or -1 the last number in their name, such as 3 in
+            ``layers.3.attention``.
+        adapter: a class that precedes it. It overrides the method that scores, and calls ``call_attention``
+            with what reaches that method.
 
     Raises:
         ConfigError: one of them is no module class, or the class has another adapter.
@@ -44,7 +48,9 @@ def register_adapter(attention: type[nn.Module], adapter: type[nn.Module]) -> No
 
 
 def register_known(file: str, attention: str, adapter: type[nn.Module]) -> None:
-    """As ``register_adapter``, for a class of transformers by the names of its file, such as ``"gptj.modeling_gptj"``, and of the class."""
+    """As ``register_adapter``, for a class of transformers by the names of its file, such as
+    ``"gptj.modeling_gptj"``, and of the class.
+    """
     _KNOWN[f"transformers.models.{file}", attention] = adapter
 
 
@@ -70,7 +76,9 @@ def has_adapter(model: type[PreTrainedModel]) -> bool:
 
 
 def complete(model: PreTrainedModel) -> None:
-    """Gives attention modules that have an adapter what some lack: the config of the model, and the number of their layer."""
+    """Gives attention modules that have an adapter what some lack: the config of the model, and the number of
+    their layer.
+    """
     adapters = (*_ADAPTERS.values(), *_KNOWN.values())
     for name, module in model.named_modules():
         if not isinstance(module, adapters) and _adapter(type(module)) is None:

@@ -1,7 +1,8 @@
 """Which arguments of an attention call change its score.
 
-A model of transformers hands what its caller gave, such as ``seq_idx`` or ``num_items_in_batch``, through all of its layers to the attention function, and
-the attention modules add arguments of their own. The former mean nothing to attention; of the latter each must be known.
+A model of transformers hands what its caller gave, such as ``seq_idx`` or ``num_items_in_batch``, through all
+of its layers to the attention function, and the attention modules add arguments of their own. The former mean
+nothing to attention; of the latter each must be known.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from structattn.errors import ConfigError
 TERMS = {"softcap": "softcap", "s_aux": "sinks", "alibi_slopes": "alibi_slopes"}
 # Added to the scores, (1 or B, 1 or H, 1 or T, S): it travels with the mask.
 POSITION_BIAS = "position_bias"
-# What attention functions of transformers read, and not all of ours do: score terms, choices of keys, paged caches.
+# What attention functions of transformers read, and not all of ours do: score terms, choices of keys, paged
+# caches.
 _CHANGES_SCORES = frozenset(
     {*TERMS, POSITION_BIAS, "block_indices", "cache", "head_mask", "indices", "output_attentions", "sinks"}
 )
-# What attention modules pass on, and structured attention reads or does not need; a module may name what its caller gives.
+# What attention modules pass on, and structured attention reads or does not need; a module may name what its
+# caller gives.
 _KNOWN = frozenset(
     {
         "cache_position",
@@ -52,11 +55,14 @@ _KNOWN = frozenset(
 def check_arguments(
     module: nn.Module | None, arguments: dict[str, Any], terms: Collection[str] = (), *, strict: bool = False
 ) -> None:
-    """Raises ``ConfigError`` for an argument of an attention call that changes the score in a way that structured attention does not know.
+    """Raises ``ConfigError`` for an argument of an attention call that changes the score in a way that
+    structured attention does not know.
 
     Args:
-        module: the attention module that calls. An unknown argument that its own code names is refused, and any other is its caller's.
-        arguments: what reached the attention function besides queries, keys, values, mask, dropout and scaling.
+        module: the attention module that calls. An unknown argument that its own code names is refused, and
+            any other is its caller's.
+        arguments: what reached the attention function besides queries, keys, values, mask, dropout and
+            scaling.
         terms: which terms of the score the attention function computes.
         strict: the caller of the model gave no argument of his own, so that all unknown ones are the model's.
     """
@@ -65,14 +71,17 @@ def check_arguments(
             continue
         if name in _CHANGES_SCORES or strict or (module is not None and _is_named(type(module), name)):
             raise ConfigError(
-                f"structured attention does not know the argument {quoted(name)} of this model's attention: leaving it out would change the "
+                f"structured attention does not know the argument {quoted(name)} of this model's attention: leaving it "
+                "out would change the "
                 "result silently"
             )
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _is_named(kind: Any, name: str) -> bool:
-    """Whether the code of an attention class contains this text, as it does where the class passes an argument of this name."""
+    """Whether the code of an attention class contains this text, as it does where the class passes an
+    argument of this name.
+    """
     return name in _texts_of(kind)
 
 

@@ -1,4 +1,6 @@
-"""Attention over a long prompt a few key heads at a time, so that copies are those of a few heads and not of all."""
+"""Attention over a long prompt a few key heads at a time, so that copies are those of a few heads and not of
+all.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from structattn.integrations.transformers.attention.next_token import Reorder
+from structattn.integrations.transformers.attention.call import Reorder
 
-# Numbers of the queries that are computed together: with fewer, the calls of many small operators would take longer.
+# Numbers of the queries that are computed together: with fewer, the calls of many small operators would take
+# longer.
 _NUMBERS = 2**20
 
 
 def heads_at_once(q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> int:
     """How many key heads are computed together.
 
-    All of them: in a short prompt, in training, in a traced program, on a GPU, and where an option differs by head.
+    All of them: in a short prompt, in training, in a traced program, on a GPU, and where an option differs by
+    head.
 
     Args:
         q: (B, H, T, D).

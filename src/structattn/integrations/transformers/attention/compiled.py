@@ -1,4 +1,6 @@
-"""The use of a layer of a cache in a program that ``torch.compile`` makes: one operator, see ``structattn.cache.compiled``."""
+"""The use of a layer of a cache in a program that ``torch.compile`` makes: one operator, see
+``structattn.cache.compiled``.
+"""
 
 from __future__ import annotations
 
@@ -123,8 +125,10 @@ def _attend_layer(
 
 
 define(
-    "attend_cache_layer(Tensor(a!) cache, Tensor? layer, Tensor? q, Tensor k, Tensor v, Tensor? padding_mask, Tensor? pairs, "
-    "Tensor? position_bias, Tensor? sinks, Tensor? alibi_slopes, SymInt num_past, bool is_causal, bool is_shared, float? score_scale, "
+    "attend_cache_layer(Tensor(a!) cache, Tensor? layer, Tensor? q, Tensor k, Tensor v, Tensor? padding_mask, Tensor? "
+    "pairs, "
+    "Tensor? position_bias, Tensor? sinks, Tensor? alibi_slopes, SymInt num_past, bool is_causal, bool is_shared, "
+    "float? score_scale, "
     f"float? softcap, {flat_layout.SCHEMA}, int? window, int? chunk_size, str backend) -> Tensor",
     _attend_layer,
     lambda cache, layer, q, k, v, *_: empty_output(q, v),
@@ -152,7 +156,8 @@ def attend_compiled(
 
     Args:
         module: the attention module that calls.
-        q, k, v, variant, scaling, first, terms: see ``LevelCacheLayer.attend``; the layer holds ``mask.num_past`` tokens.
+        q, k, v, variant, scaling, first, terms: see ``LevelCacheLayer.attend``; the layer holds
+            ``mask.num_past`` tokens.
         mask, position_bias: of the call.
         attn_mask: what they hide and add.
         dropout: of the weights.

@@ -1,4 +1,6 @@
-"""``register_attention``: structured attention as an ``attn_implementation`` of any decoder or encoder of transformers, weights untouched."""
+"""``register_attention``: structured attention as an ``attn_implementation`` of any decoder or encoder of
+transformers, weights untouched.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,9 @@ from structattn.checks import check_choice, quoted
 from structattn.errors import CacheError, ConfigError
 from structattn.integrations.transformers.attention.arguments import POSITION_BIAS, TERMS, check_arguments
 from structattn.integrations.transformers.attention.by_heads import attention_by_heads, heads_at_once
+from structattn.integrations.transformers.attention.call import AttentionCall
 from structattn.integrations.transformers.attention.compiled import attend_compiled
-from structattn.integrations.transformers.attention.next_token import KnownCall, Reorder, known_call
+from structattn.integrations.transformers.attention.next_token import KnownCall, known_call
 from structattn.integrations.transformers.attention.registration import collects_weights, register
 from structattn.integrations.transformers.attention.rotation import read_rotation
 from structattn.integrations.transformers.caches.layer_cache import LevelCacheLayer, PendingStates
@@ -43,156 +46,154 @@ from structattn.ops import Backend
 from structattn.ops.terms import ScoreTerms
 
 
-def attend(
-    module: nn.Module,
-    variant: Variant,
-    reorder: Reorder,
-    query: Tensor,
-    key: Tensor | PendingStates,
-    value: Tensor | PendingStates,
-    attention_mask: object,
-    dropout: float,
-    scaling: float | None,
-    arguments: dict[str, Any],
-) -> tuple[Tensor, Tensor | None]:
-    """Attention of one layer as transformers' ``AttentionInterface`` defines it, with its cache if it has one.
-
-    Args:
-        module: the attention module that calls.
-        variant: layout, window and backend; the window of the mask is added.
-        reorder: puts the dimensions of keys and queries in the order of the levels.
-        query: (B, H, T, D), rotated.
-        key, value: (B, G, S, D or V), or what a ``LevelCacheLayer`` returned: then only the new ones.
-        attention_mask: what ``structured_mask`` returned; ``None`` of an encoder that hides nothing.
-        dropout, scaling: of the model.
-        arguments: what else the model passed.
+def attend(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+    """Attention of one layer, with its cache if it has one.
 
     Returns:
         (B, T, H, V), and the weights before dropout, (B, H, T, S), where ``output_attentions`` asks for them.
 
     Raises:
-        ConfigError: the model's attention is one that structured attention does not know; packed sequences that are not supported; or dropout
-            with a cache that holds tokens already.
+        ConfigError: the model's attention is one that structured attention does not know; packed sequences
+            that are not supported; or dropout with a cache that holds tokens already.
         CacheError: the cache and the mask count different tokens.
     """
+    key = call.key
     layer = key.layer if isinstance(key, PendingStates) else None
-    if isinstance(key, PendingStates) and isinstance(last := key.layer.last_call, KnownCall):
-        out = last.again(module, variant, reorder, query, key, value, attention_mask, dropout, scaling, arguments)
+    if layer is not None and isinstance(last := layer.last_call, KnownCall):
+        out = last.again(call)
         if out is not None:
             return out, None
-    given = variant
-    check_arguments(module, arguments, (*TERMS, POSITION_BIAS, "output_attentions"))
+    check_arguments(call.module, call.arguments, (*TERMS, POSITION_BIAS, "output_attentions"))
     is_shared = isinstance(key, PendingStates) and key.is_appended
     in_program = layer is not None and layer.number is not None and is_traced()
     if is_shared and layer is not None and not in_program:
-        layer.undo()  # levels may drop what earlier ones of these queries need, so that every reader appends the keys again
-    k, v = (x.states if isinstance(x, PendingStates) else x for x in (key, value))
-    is_causal = arguments.get("is_causal")
-    if is_causal is None:
-        is_causal = getattr(module, "is_causal", None)
-    if in_program and isinstance(attention_mask, StructuredMask):
-        num_past = attention_mask.num_past  # an operator compares it with what the layer holds
+        # Levels may drop what earlier ones of these queries need, so that every reader appends the keys
+        # again.
+        layer.undo()
+    k, v = (x.states if isinstance(x, PendingStates) else x for x in (key, call.value))
+    if in_program and isinstance(call.attention_mask, StructuredMask):
+        num_past = call.attention_mask.num_past  # an operator compares it with what the layer holds
     else:
         num_past = 0 if layer is None else layer.get_seq_length()
-    mask = checked_mask(attention_mask, module, query, k, is_causal, None if layer is None else num_past)
-    window = arguments.get("sliding_window")
-    if window is not None and mask.pairs is not None:
-        raise ConfigError(
-            f"{type(module).__name__} has a sliding window of {window}, which a 4-dimensional attention mask does not tell from other hidden "
-            "tokens: give the padding mask (batch, tokens)"
-        )
-    if window is not None and window != mask.window:
-        raise ConfigError(
-            f"{type(module).__name__} has a sliding window of {window}, but its mask one of {mask.window}: they must agree"
-        )
-    variant = variant.within(mask.window, mask.chunk_size)
-    check_fits(variant.layout, query.shape[-1], v.shape[-1])
-    check_lengths(query, k, mask, is_new=layer is not None)
+    mask = _mask_of(call, k, None if layer is None else num_past)
+    variant = call.variant.within(mask.window, mask.chunk_size)
+    check_fits(variant.layout, call.query.shape[-1], v.shape[-1])
+    check_lengths(call.query, k, mask, is_new=layer is not None)
     # Under autocast rotary embedding and norms give float32, projections 16 bits.
-    k = reorder(k).to(v.dtype)
-    has_cache = layer is not None or bool(arguments.get("use_cache"))
-    position_ids = None if layer is not None and layer.has_positions else arguments.get("position_ids")
-    sequences = mask.sequences(position_ids, arguments.get("cu_seq_lens_q"), has_cache=has_cache)
-    terms = {own: arguments[name] for name, own in TERMS.items() if arguments.get(name) is not None}
-
-    options = {
-        "scaling": scaling,
-        "dropout": dropout,
-        "sequences": sequences,
-        "is_causal": mask.is_causal,
-        "attn_mask": mask.attn_mask(is_training=module.training, position_bias=arguments.get(POSITION_BIAS)),
-        **terms,
-    }
-    asked = arguments.get("output_attentions")
+    k = call.reorder(k).to(v.dtype)
+    terms = call.terms
+    options = _options_of(call, mask, layer) | terms
+    asked = call.arguments.get("output_attentions")
     shows_weights = collects_weights() if asked is None else bool(asked)  # GPT-2 hands no argument to its attention
 
-    step = k.shape[1] if num_past > 0 or shows_weights else heads_at_once(query, k, v, options)
+    step = k.shape[1] if num_past > 0 or shows_weights else heads_at_once(call.query, k, v, options)
     is_by_heads = step < k.shape[1]
-    q = query if is_by_heads else reorder(query).to(v.dtype)
+    q = call.query if is_by_heads else call.reorder(call.query).to(v.dtype)
 
     def whole() -> Tensor:
         if is_by_heads:
-            return attention_by_heads(partial(variant.attend, **options), query, k, v, reorder, step)
+            return attention_by_heads(partial(variant.attend, **options), call.query, k, v, call.reorder, step)
         return variant.attend(q, k, v, **options)
 
     weights = variant.weights(q, k, **options) if shows_weights and num_past == 0 else None
     if layer is None:
-        out = whole()
-    elif not mask.is_causal and mask.pairs is None:
-        raise ConfigError(
-            f"{type(module).__name__} attends in both directions here, and a level cache only has earlier tokens: pass use_cache=False"
+        return whole().transpose(1, 2).contiguous(), weights
+    _check_cached(call, mask, num_past)
+    attn_mask = options["attn_mask"]
+    if num_past > 0 and shows_weights:
+        weights = _cached_weights(layer, q, k, v, variant, scaling=call.scaling, attn_mask=attn_mask, **terms)
+    if in_program:
+        out = attend_compiled(
+            call.module,
+            layer,
+            variant,
+            q,
+            k,
+            v,
+            mask,
+            scaling=call.scaling,
+            dropout=call.dropout,
+            attn_mask=attn_mask,
+            position_bias=call.arguments.get(POSITION_BIAS),
+            is_shared=is_shared,
+            first=whole,
+            **terms,
         )
     else:
-        if dropout > 0 and num_past > 0:
-            raise ConfigError(
-                f"attention dropout ({dropout}) cannot be applied to cached keys: call model.eval(), or train with use_cache=False"
-            )
-        if num_past != mask.num_past:
-            raise CacheError(
-                f"this layer of the cache holds {num_past} tokens, and the model counts {mask.num_past} before the new ones: a "
-                "call of the model broke off, or a layer was used without the others; reset() the cache and give all tokens again"
-            )
-        if num_past > 0:
-            mask.check_later(
-                "and those before them are in a cache, which is for causal attention: give all tokens in one call"
-            )
-        if num_past > 0 and shows_weights:
-            weights = _cached_weights(layer, q, k, v, variant, scaling=scaling, attn_mask=options["attn_mask"], **terms)
-        if in_program:
-            out = attend_compiled(
-                module,
-                layer,
-                variant,
-                q,
-                k,
-                v,
-                mask,
-                scaling=scaling,
-                dropout=dropout,
-                attn_mask=options["attn_mask"],
-                position_bias=arguments.get(POSITION_BIAS),
-                is_shared=is_shared,
-                first=whole,
-                **terms,
-            )
-            key.is_appended = True  # type: ignore[union-attr]
-            return out.transpose(1, 2).contiguous(), weights
         out = layer.attend(
             q,
             k,
             v,
             variant,
-            module=None if is_shared else module,
-            scaling=scaling,
+            module=None if is_shared else call.module,
+            scaling=call.scaling,
             left_padding=mask.padding_counts,
-            attn_mask=options["attn_mask"],
+            attn_mask=attn_mask,
             first=whole,
             **terms,
         )
-        is_simple = not (num_past == 0 or is_shared or terms or shows_weights or options["attn_mask"] is not None)
-        layer.last_call = known_call(module, layer, given, reorder, mask, scaling, arguments) if is_simple else None
-        key.is_appended = True  # type: ignore[union-attr]
+        is_simple = not (num_past == 0 or is_shared or terms or shows_weights or attn_mask is not None)
+        layer.last_call = known_call(call, layer, mask) if is_simple else None
+    key.is_appended = True  # type: ignore[union-attr]
     return out.transpose(1, 2).contiguous(), weights
+
+
+def _mask_of(call: AttentionCall, k: Tensor, num_past: int | None) -> StructuredMask:
+    """The mask of a call, which agrees with the window of the model.
+
+    Args:
+        num_past: tokens in the cache; ``None`` without one.
+    """
+    mask = checked_mask(call.attention_mask, call.module, call.query, k, call.is_causal, num_past)
+    window = call.arguments.get("sliding_window")
+    if window is not None and mask.pairs is not None:
+        raise ConfigError(
+            f"{call.name} has a sliding window of {window}, which a 4-dimensional attention mask does not tell from "
+            "other hidden tokens: give the padding mask (batch, tokens)"
+        )
+    if window is not None and window != mask.window:
+        raise ConfigError(
+            f"{call.name} has a sliding window of {window}, but its mask one of {mask.window}: they must agree"
+        )
+    return mask
+
+
+def _options_of(call: AttentionCall, mask: StructuredMask, layer: LevelCacheLayer | None) -> dict[str, Any]:
+    """The options of ``Variant.attend`` besides the terms of the model."""
+    has_cache = layer is not None or bool(call.arguments.get("use_cache"))
+    position_ids = None if layer is not None and layer.has_positions else call.arguments.get("position_ids")
+    position_bias = call.arguments.get(POSITION_BIAS)
+    return {
+        "scaling": call.scaling,
+        "dropout": call.dropout,
+        "sequences": mask.sequences(position_ids, call.arguments.get("cu_seq_lens_q"), has_cache=has_cache),
+        "is_causal": mask.is_causal,
+        "attn_mask": mask.attn_mask(is_training=call.module.training, position_bias=position_bias),
+    }
+
+
+def _check_cached(call: AttentionCall, mask: StructuredMask, num_past: int) -> None:
+    """Raises unless a cache that holds ``num_past`` tokens can serve a call; see ``attend``."""
+    if not mask.is_causal and mask.pairs is None:
+        raise ConfigError(
+            f"{call.name} attends in both directions here, and a level cache only has earlier tokens: pass "
+            "use_cache=False"
+        )
+    if call.dropout > 0 and num_past > 0:
+        raise ConfigError(
+            f"attention dropout ({call.dropout}) cannot be applied to cached keys: call model.eval(), or train with "
+            "use_cache=False"
+        )
+    if num_past != mask.num_past:
+        raise CacheError(
+            f"this layer of the cache holds {num_past} tokens, and the model counts {mask.num_past} before the new "
+            "ones: a call of the model broke off, or a layer was used without the others; reset() the cache and give "
+            "all tokens again"
+        )
+    if num_past > 0:
+        mask.check_later(
+            "and those before them are in a cache, which is for causal attention: give all tokens in one call"
+        )
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -201,48 +202,36 @@ def _cached_weights(layer: LevelCacheLayer, *arguments: Any, **options: Any) -> 
     return layer.weights(*arguments, **options)
 
 
-def attend_packed(
-    module: nn.Module,
-    variant: Variant,
-    reorder: Reorder,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: object,
-    dropout: float,
-    scaling: float | None,
-    arguments: dict[str, Any],
-    *,
-    cache: PackedCache,
-) -> tuple[Tensor, None]:
+def attend_packed(call: AttentionCall, *, cache: PackedCache) -> tuple[Tensor, None]:
     """As ``attend``, where a cache of many requests was given, which are concatenated in one row.
 
     Raises:
         ConfigError: see ``attend``; or there is dropout.
         CacheError: see ``PagedCache.attend``.
     """
+    arguments, key, value = call.arguments, call.key, call.value
+    assert isinstance(key, Tensor)  # the cache of a layer is not asked
+    assert isinstance(value, Tensor)
     if arguments.get(POSITION_BIAS) is not None:
+        raise ConfigError(f"{call.name} adds a bias to its scores, which a paged cache does not know: use generate()")
+    check_arguments(call.module, arguments, TERMS)
+    mask = checked_mask(call.attention_mask, call.module, call.query, key, arguments.get("is_causal"))
+    if not mask.is_causal or call.dropout > 0:
         raise ConfigError(
-            f"{type(module).__name__} adds a bias to its scores, which a paged cache does not know: use generate()"
-        )
-    check_arguments(module, arguments, TERMS)
-    mask = checked_mask(attention_mask, module, query, key, arguments.get("is_causal"))
-    if not mask.is_causal or dropout > 0:
-        raise ConfigError(
-            f"a paged cache is for causal attention without dropout: {type(module).__name__} has is_causal={mask.is_causal} and dropout {dropout}"
+            f"a paged cache is for causal attention without dropout: {call.name} has is_causal={mask.is_causal} and "
+            f"dropout {call.dropout}"
         )
     if mask.chunk_size is not None:
         raise ConfigError(
-            f"{type(module).__name__} has chunks of {mask.chunk_size} tokens, which a paged cache does not know: use generate()"
+            f"{call.name} has chunks of {mask.chunk_size} tokens, which a paged cache does not know: use generate()"
         )
-    variant = variant.within(mask.window)
-    check_fits(variant.layout, query.shape[-1], value.shape[-1])
-    k, q = (reorder(x).to(value.dtype) for x in (key, query))
-    q, scale = variant.scaled(q, scaling)
-    terms = {own: arguments.get(name) for name, own in TERMS.items()}
-    options = ScoreTerms(scale=scale, **terms)
-    layer: int = module.layer_idx  # type: ignore[assignment]
-    out = cache.attend(layer, q, k, value, options, layout=variant.layout, window=variant.window)
+    variant = call.variant.within(mask.window)
+    check_fits(variant.layout, call.query.shape[-1], value.shape[-1])
+    k, q = (call.reorder(x).to(value.dtype) for x in (key, call.query))
+    q, scale = variant.scaled(q, call.scaling)
+    terms = ScoreTerms(scale=scale, **call.terms)
+    layer: int = call.module.layer_idx  # type: ignore[assignment]
+    out = cache.attend(layer, q, k, value, terms, layout=variant.layout, window=variant.window)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -271,7 +260,8 @@ class RegisteredAttention:
             length = getattr(getattr(module, "config", None), "max_position_embeddings", None)
             if length is None:
                 raise ConfigError(
-                    "the config of this model has no max_position_embeddings to halve blocks from: give register_attention a "
+                    "the config of this model has no max_position_embeddings to halve blocks from: give "
+                    "register_attention a "
                     "context_length"
                 )
         if (found := self._variants.get(length)) is None:
@@ -307,8 +297,10 @@ class RegisteredAttention:
         variant = self.variant(module)
         check_fits(variant.layout, query.shape[-1], query.shape[-1])
         order = self._order(module, query.shape[-1])
-        own = attend_shard if has_shards(module) else attend
-        return own(module, variant, order, query, key, value, attention_mask, dropout, scaling, kwargs)
+        attention = attend_shard if has_shards(module) else attend
+        return attention(
+            AttentionCall(module, variant, order, query, key, value, attention_mask, dropout, scaling, kwargs)
+        )
 
 
 def register_attention(
@@ -319,28 +311,31 @@ def register_attention(
     rotary_split: RotarySplit | None = "low_far",
     backend: Backend = "auto",
 ) -> str:
-    """Registers structured attention, for ``model.set_attn_implementation(name)`` on any decoder or encoder of transformers.
+    """Registers structured attention, for ``model.set_attn_implementation(name)`` on any decoder or encoder
+    of transformers.
 
-    No weight is touched and nothing is saved: a reloaded model is a plain one until the implementation is set again.
+    No weight is touched and nothing is saved: a reloaded model is a plain one until the implementation is set
+    again.
 
-    Queries and keys are already rotated. Their dimensions are then permuted to an order in which the slice of each level is closed under
-    the pairs that the model rotates together; permuting both the same way changes no score.
+    Queries and keys are already rotated. Their dimensions are then permuted to an order in which the slice of
+    each level is closed under the pairs that the model rotates together; permuting both the same way changes
+    no score.
 
     Args:
         spec: a layout and a window, such as ``"mlr:32|16|16"``; a bilinear scoring would need other weights.
         name: of the implementation. Registering another variant under the same name is an error.
-        context_length: length in positions from which blocks are halved. Default: the ``max_position_embeddings`` of the model
-            that calls.
-        rotary_split: ``"low_far"``: the global level gets the slowest frequencies; ``"interleaved"``; ``None``: dimensions
-            stay where they are, for models without rotary positions.
+        context_length: length in positions from which blocks are halved. Default: the
+            ``max_position_embeddings`` of the model that calls.
+        rotary_split: ``"low_far"``: the global level gets the slowest frequencies; ``"interleaved"``;
+            ``None``: dimensions stay where they are, for models without rotary positions.
         backend: of ``structured_attention``.
 
     Returns:
         The name.
 
     Raises:
-        ConfigError: the spec asks for other weights, ranks are odd with a ``rotary_split``, or the name is taken or means
-            something else to transformers.
+        ConfigError: the spec asks for other weights, ranks are odd with a ``rotary_split``, or the name is
+            taken or means something else to transformers.
     """
     value = trained_spec(spec)
     check_choice("backend", backend, get_args(Backend))
@@ -352,7 +347,8 @@ def register_attention(
         value.layout_for(context_length)  # checks the length too
     if not isinstance(name, str) or not name.isidentifier() or "flash" in name or "paged" in name:
         raise ConfigError(
-            f"the name of an attention implementation is a plain word without 'flash' and 'paged', which transformers reads, got "
+            "the name of an attention implementation is a plain word without 'flash' and 'paged', which transformers "
+            "reads, got "
             f"{quoted(name)}"
         )
     attention = RegisteredAttention(
@@ -361,7 +357,8 @@ def register_attention(
     known = AttentionInterface().get(name) if name != "eager" else "transformers"
     if known is not None and known != attention:
         raise ConfigError(
-            f"the attention implementation {quoted(name)} is registered already, as {quoted(known)}: choose another name"
+            f"the attention implementation {quoted(name)} is registered already, as {quoted(known)}: choose another "
+            "name"
         )
     register(name, attention, structured_mask)
     return name

@@ -1,6 +1,8 @@
-"""Adapters of attention classes of transformers that score by themselves: what each does before and after its scores.
+"""Adapters of attention classes of transformers that score by themselves: what each does before and after its
+scores.
 
-They are found by the names of file and class: importing all these files would take time that most programs need for none of them.
+They are found by the names of file and class: importing all these files would take time that most programs
+need for none of them.
 """
 
 from __future__ import annotations
@@ -22,9 +24,11 @@ def _heads(x: Tensor, dim: int) -> Tensor:
 
 
 def _fused_heads(fused: Tensor, num_heads: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of one projection, (B, T, (H + 2 G) D): for each of G groups its queries, its key, its value.
+    """Queries, keys and values of one projection, (B, T, (H + 2 G) D): for each of G groups its queries, its
+    key, its value.
 
-    With G = H it is BLOOM's order, with G = 1 Falcon's ``multi_query``, and any other is its ``new_decoder_architecture``.
+    With G = H it is BLOOM's order, with G = 1 Falcon's ``multi_query``, and any other is its
+    ``new_decoder_architecture``.
     """
     groups = (fused.shape[-1] // dim - num_heads) // 2
     parts = fused.unflatten(-1, (groups, -1, dim))
@@ -114,7 +118,9 @@ class _BloomAdapter(_Adapter):
 
 
 class _FalconAdapter(_Adapter):
-    """Its ALiBi is a number for each key too, rounded to bfloat16, and is divided by sqrt(D) like the scores."""
+    """Its ALiBi is a number for each key too, rounded to bfloat16, and is divided by sqrt(D) like the
+    scores.
+    """
 
     def forward(
         self,
@@ -141,7 +147,9 @@ class _FalconAdapter(_Adapter):
 
 
 class _MptAdapter(_Adapter):
-    """Its ALiBi counts all tokens, hidden ones too, so that slopes say it; masks of all pairs reach it true where a pair is hidden."""
+    """Its ALiBi counts all tokens, hidden ones too, so that slopes say it; masks of all pairs reach it true
+    where a pair is hidden.
+    """
 
     def forward(
         self,
@@ -217,7 +225,9 @@ class _BertAdapter(_Adapter):
 
 
 class _JetMoeAdapter(_Adapter):
-    """Its queries are of experts e for key heads g, with the experts first, so that query head e G + g reads key head g."""
+    """Its queries are of experts e for key heads g, with the experts first, so that query head e G + g reads
+    key head g.
+    """
 
     def forward(
         self,
@@ -247,7 +257,9 @@ def _swapped(x: Tensor, dim: int, parts: tuple[int, int]) -> Tensor:
 
 
 class _NumberedAdapter(nn.Module):
-    """Zamba and Zamba2: they run through the interface, and only lack the number of the layer, which comes with each call."""
+    """Zamba and Zamba2: they run through the interface, and only lack the number of the layer, which comes
+    with each call.
+    """
 
 
 for _file, _attention, _kind in (

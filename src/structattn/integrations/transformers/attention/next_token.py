@@ -1,14 +1,17 @@
-"""A decoding step of a layer like the one before it: what was checked then holds, and is not checked again."""
+"""A decoding step of a layer like the one before it: what was checked then holds, and is not checked
+again.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from structattn.cache import LevelCache
+from structattn.integrations.transformers.attention.call import AttentionCall, Reorder
 from structattn.integrations.transformers.attention.registration import collects_weights
 from structattn.integrations.transformers.caches.layer_cache import LevelCacheLayer, PendingStates
 from structattn.integrations.transformers.masks.structured_mask import StructuredMask
@@ -18,22 +21,10 @@ _POSITIONS = "position_ids"  # the argument that is another at every step
 _SIMPLE = (bool, int, float, str, type(None))  # arguments that stay what they are
 
 
-class Reorder(Protocol):
-    """Puts the dimensions of queries and keys, (B, heads, T, D), in the order of the levels."""
-
-    def __call__(self, x: Tensor, /) -> Tensor: ...
-
-    @property
-    def index(self) -> Tensor | None:
-        """That order, as ``LevelCache.try_step`` takes it."""
-
-    def of_heads(self, first: int, end: int) -> Reorder:
-        """That of the key heads ``first`` to ``end - 1``, and of the query heads that read them."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class KnownCall:
-    """The last attention call of a layer of a cache: of one token, which hid nothing and asked for nothing but its output.
+    """The last attention call of a layer of a cache: of one token, which hid nothing and asked for nothing
+    but its output.
 
     Attributes:
         cache: that the token went to.
@@ -54,37 +45,32 @@ class KnownCall:
 
     def again(
         self,
-        module: nn.Module,
-        variant: Variant,
-        reorder: Reorder,
-        query: Tensor,
-        key: PendingStates,
-        value: object,
-        mask: object,
-        dropout: float,
-        scaling: float | None,
-        arguments: dict[str, Any],
+        call: AttentionCall,
     ) -> Tensor | None:
-        """The next call, arguments as ``attend``: (B, T, H, V), or ``None``, with nothing appended, where more than the numbers is different."""
+        """The next call: (B, T, H, V), or ``None``, with nothing appended, where more than the numbers is
+        different.
+        """
+        key, value, mask = call.key, call.value, call.attention_mask
         if torch.compiler.is_compiling() or not (
-            variant is self.variant
-            and reorder is self.reorder
-            and scaling == self.scaling
-            and dropout == 0
+            type(key) is PendingStates
+            and call.variant is self.variant
+            and call.reorder is self.reorder
+            and call.scaling == self.scaling
+            and call.dropout == 0
             and key.layer.level_cache is self.cache
             and not (key.is_appended or key.layer.is_recording)
             and type(value) is PendingStates
             and type(mask) is StructuredMask
             and mask.is_next_token
             and (mask.window, mask.chunk_size, mask.num_past) == (self.window, self.chunk_size, self.cache.length)
-            and getattr(module, "is_causal", None) is self.is_causal
-            and self._has(arguments)
+            and getattr(call.module, "is_causal", None) is self.is_causal
+            and self._has(call.arguments)
             and not collects_weights()
         ):
             return None
-        self.cache.bind(module)
-        q, scale = variant.scaled(query, scaling)
-        out = self.cache.try_step(q, key.states, value.states, scale=scale, order=reorder.index)
+        self.cache.bind(call.module)
+        q, scale = call.variant.scaled(call.query, call.scaling)
+        out = self.cache.try_step(q, key.states, value.states, scale=scale, order=call.reorder.index)
         if out is None:
             return None
         key.is_appended = True
@@ -101,26 +87,20 @@ class KnownCall:
         return positions is None or (isinstance(positions, Tensor) and positions.dim() == 2 and positions.shape[1] == 1)
 
 
-def known_call(
-    module: nn.Module,
-    layer: LevelCacheLayer,
-    variant: Variant,
-    reorder: Reorder,
-    mask: StructuredMask,
-    scaling: float | None,
-    arguments: dict[str, Any],
-) -> KnownCall | None:
-    """What is remembered of a call of a module that was all right; ``None`` where the next one may differ in more than its numbers."""
-    others = {name: None if name == _POSITIONS else value for name, value in arguments.items()}
+def known_call(call: AttentionCall, layer: LevelCacheLayer, mask: StructuredMask) -> KnownCall | None:
+    """What is remembered of a call that was all right; ``None`` where the next one may differ in more than
+    its numbers.
+    """
+    others = {name: None if name == _POSITIONS else value for name, value in call.arguments.items()}
     cache, is_simple = layer.level_cache, all(isinstance(x, _SIMPLE) for x in others.values())
-    if cache is None or variant.backend != "auto" or not mask.is_next_token or not is_simple:
+    if cache is None or call.variant.backend != "auto" or not mask.is_next_token or not is_simple:
         return None
     return KnownCall(
         cache=cache,
-        variant=variant,
-        reorder=reorder,
-        scaling=scaling,
-        is_causal=getattr(module, "is_causal", None),
+        variant=call.variant,
+        reorder=call.reorder,
+        scaling=call.scaling,
+        is_causal=getattr(call.module, "is_causal", None),
         window=mask.window,
         chunk_size=mask.chunk_size,
         arguments=others,

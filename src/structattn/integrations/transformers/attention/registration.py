@@ -1,11 +1,13 @@
-"""Makes our attention implementations take effect or raise, and leaves a model unchanged after one of our errors.
+"""Makes our attention implementations take effect or raise, and leaves a model unchanged after one of our
+errors.
 
-transformers logs a line, and the model keeps its own attention, where a model does not run through ``AttentionInterface``
-(Bloom, Falcon, GPT-J). There is no public hook to change this, so the two methods by which a model gets an implementation, when it
-is made and later, are wrapped: for our names they raise instead. Other names are passed through.
+transformers logs a line, and the model keeps its own attention, where a model does not run through
+``AttentionInterface`` (Bloom, Falcon, GPT-J). There is no public hook to change this, so the two methods by
+which a model gets an implementation, when it is made and later, are wrapped: for our names they raise
+instead. Other names are passed through.
 
-Drafting by early exit (``generate(assistant_early_exit=...)``) sets the number of layers in the model's config for a moment, and an error
-in that call would leave it there: it is restored.
+Drafting by early exit (``generate(assistant_early_exit=...)``) sets the number of layers in the model's
+config for a moment, and an error in that call would leave it there: it is restored.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ _INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # what every model file that runs throug
 
 
 def register(name: str, attention: Callable[..., Any], mask: Callable[..., Any]) -> None:
-    """Registers an attention function and its mask function with transformers, under a name that takes effect or raises."""
+    """Registers an attention function and its mask function with transformers, under a name that takes effect
+    or raises.
+    """
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, mask)
     _NAMES.add(name)
@@ -42,7 +46,8 @@ def is_registered(implementation: object) -> bool:
 
 
 def record_outputs(model: PreTrainedModel) -> None:
-    """Notes what ``output_hidden_states`` and ``output_attentions`` collect, for the class of a model that was changed after it was made.
+    """Notes what ``output_hidden_states`` and ``output_attentions`` collect, for the class of a model that
+    was changed after it was made.
 
     transformers notes it by class, when a model is made; up to 5.17 by the text of the class.
     """
@@ -56,7 +61,9 @@ _asks_for_weights: ContextVar[bool] = ContextVar("_asks_for_weights", default=Fa
 
 @contextmanager
 def asking_for_weights() -> Iterator[None]:
-    """A context for the call of a model that collects attention weights in its own code, where its attention is not told so."""
+    """A context for the call of a model that collects attention weights in its own code, where its attention
+    is not told so.
+    """
     token = _asks_for_weights.set(True)
     try:
         yield
@@ -65,7 +72,9 @@ def asking_for_weights() -> Iterator[None]:
 
 
 def collects_weights() -> bool:
-    """Whether the call of a model that is running collects attention weights, by an argument or by its config."""
+    """Whether the call of a model that is running collects attention weights, by an argument or by its
+    config.
+    """
     if not torch.compiler.is_compiling() and _asks_for_weights.get():
         return True
     collector: Any = output_capturing._active_collector
@@ -79,13 +88,16 @@ def collects_weights() -> bool:
 
 def _refuse(model: PreTrainedModel, name: str) -> None:
     raise ConfigError(
-        f"{type(model).__name__} does not run its attention through transformers' AttentionInterface, so attn_implementation={quoted(name)} "
+        f"{type(model).__name__} does not run its attention through transformers' AttentionInterface, so "
+        f"attn_implementation={quoted(name)} "
         "would have no effect: use a model that does, such as Llama, Qwen3, Mistral or GPT-2"
     )
 
 
 def _asked(config: PreTrainedConfig, implementation: Any) -> Iterator[tuple[PreTrainedConfig, str]]:
-    """The configs, of a model or of its parts, for which ``set_attn_implementation`` is asked for a name of ours, and the name."""
+    """The configs, of a model or of its parts, for which ``set_attn_implementation`` is asked for a name of
+    ours, and the name.
+    """
     if isinstance(implementation, dict):
         for key, value in implementation.items():
             part = getattr(config, key, None) if key else config

@@ -15,15 +15,18 @@ from structattn.layers.rotary_order import Pairing, Rotation
 
 # Names for the number of rotated dimensions in attention modules of transformers and their configs.
 _ROTATED_DIMS = ("qk_rope_head_dim", "rope_head_dim", "rotary_ndims", "rotary_dim")
-# The projection to keys and values of multi-head latent attention, which rotates only some dimensions of each key.
+# The projection to keys and values of multi-head latent attention, which rotates only some dimensions of each
+# key.
 LATENT = ("kv_a_proj", "kv_b_proj")
 
 
 def read_rotation(module: nn.Module, head_dim: int) -> Rotation | None:
-    """The rotation of an attention module, read from its names, its config and its file; ``None`` if nothing is rotated.
+    """The rotation of an attention module, read from its names, its config and its file; ``None`` if nothing
+    is rotated.
 
     Raises:
-        ConfigError: it is not known. A slice that cuts a rotary pair would score by positions instead of distances.
+        ConfigError: it is not known. A slice that cuts a rotary pair would score by positions instead of
+            distances.
     """
     config = getattr(module, "config", None)
     if any(name.startswith(LATENT) for name, _ in module.named_children()):
@@ -40,8 +43,10 @@ def read_rotation(module: nn.Module, head_dim: int) -> Rotation | None:
 
 def _unknown(module: nn.Module, what: str) -> ConfigError:
     return ConfigError(
-        f"{type(module).__name__} rotates {what}, which cannot be permuted into levels, so that a level's score would depend on "
-        "positions and not on distances: choose another model, a spec of one level ('standard', 'window:512'), structurize(), or register "
+        f"{type(module).__name__} rotates {what}, which cannot be permuted into levels, so that a level's score would "
+        "depend on "
+        "positions and not on distances: choose another model, a spec of one level ('standard', 'window:512'), "
+        "structurize(), or register "
         "the attention with rotary_split=None and train the model with slices that cut through rotary pairs"
     )
 
@@ -71,7 +76,9 @@ def _parts(parameters: dict[str, Any], module: nn.Module) -> list[dict[str, Any]
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _pairing(kind: type[nn.Module], head_dim: int) -> Pairing | Literal["other"] | None:
-    """How the file with a module's ``forward`` pairs dimensions; ``None`` where it has no function that says so."""
+    """How the file with a module's ``forward`` pairs dimensions; ``None`` where it has no function that says
+    so.
+    """
     return _computed_pairing(kind, head_dim)  # type: ignore[arg-type]  # mypy takes no class for hashable
 
 

@@ -1,7 +1,8 @@
 """Continuous batching of transformers (``generate_batch``, its server) with a paged cache that has levels.
 
-transformers has no extension point for another cache, so this file subclasses its manager and its batch processor, and gives its scheduler
-a cache with the methods that it calls. All that is not public there is used here and nowhere else. Tried on 5.20 to 5.24.
+transformers has no extension point for another cache, so this file subclasses its manager and its batch
+processor, and gives its scheduler a cache with the methods that it calls. All that is not public there is
+used here and nowhere else. Tried on 5.20 to 5.24.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from structattn.memory import free_memory
 
 if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 20):
     raise MissingDependencyError(
-        f"continuous batching with levels needs transformers 5.20 or later, and {transformers.__version__} is installed: pip install -U "
+        f"continuous batching with levels needs transformers 5.20 or later, and {transformers.__version__} is "
+        "installed: pip install -U "
         "'transformers>=5.20'; generate() takes prompts as one batch, padded on the left"
     )
 
@@ -35,7 +37,8 @@ from transformers.generation.continuous_batching.initialization import (
 from transformers.generation.continuous_batching.requests import RequestState
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING
 
-_GROUP = "full_attention"  # of the two kinds of layers that transformers' input buffers know, the one that all of ours pass for
+# of the two kinds of layers that transformers' input buffers know, the one that all of ours pass for
+_GROUP = "full_attention"
 _MAX_BATCH_TOKENS = 8192  # transformers' own default
 
 
@@ -59,7 +62,9 @@ class _Allocator:
 
 
 class _Sectors:
-    """Stands for the sectors of transformers' pool, which ours has not: all pages are of one size, and free at once."""
+    """Stands for the sectors of transformers' pool, which ours has not: all pages are of one size, and free
+    at once.
+    """
 
     def try_to_free_sectors(self) -> None:
         pass
@@ -163,10 +168,12 @@ def _children(state: RequestState) -> list[RequestState]:
 
 
 class _Lenient:
-    """What goes before transformers' schedulers: one request ends where they end the manager, and with it all requests.
+    """What goes before transformers' schedulers: one request ends where they end the manager, and with it all
+    requests.
 
     Attributes:
-        refuse: tells the request why: called with its state, a number of tokens, and the pages that they need.
+        refuse: tells the request why: called with its state, a number of tokens, and the pages that they
+            need.
     """
 
     refuse: Callable[[RequestState, int, int], None]
@@ -186,7 +193,8 @@ class _Lenient:
             # Of several active requests, transformers makes some give their pages to the others.
             if batch[0] is not None or len(self.active_requests) > 1:
                 return batch
-            # A chunk may need more pages than the whole prompt: at its end, a block may be full that has ended by then.
+            # A chunk may need more pages than the whole prompt: at its end, a block may be full that has
+            # ended by then.
             state = next(iter((self.active_requests or self.waiting_requests).values()))
             count = min(len(state.remaining_prefill_tokens) or 1, token_budget)
             table = self.cache.pages.tables.get(state.request_id, ())
@@ -237,7 +245,8 @@ class LevelBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
     """transformers' manager, with a cache that has levels; arguments as there.
 
     Raises:
-        ConfigError: an option that needs transformers' own cache, or a model with layers that are no attention.
+        ConfigError: an option that needs transformers' own cache, or a model with layers that are no
+            attention.
     """
 
     def __init__(self, model: PreTrainedModel, generation_config: Any, config: Any, workload_hints: Any) -> None:
@@ -268,7 +277,9 @@ class LevelBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """transformers' own; what was computed before is not shared with requests that come later, since the weights may be others."""
+        """transformers' own; what was computed before is not shared with requests that come later, since the
+        weights may be others.
+        """
         with super().pause():
             yield
             self.batch_processor.cache.pages.forget()
@@ -290,7 +301,8 @@ class LevelBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
             raise ConfigError(
                 f"scheduler_type must be one of {sorted(SCHEDULER_MAPPING)}, got {options.scheduler_type!r}"
             )
-        # transformers reads from the implementation whether to make masks of all pairs of tokens: ours needs none.
+        # transformers reads from the implementation whether to make masks of all pairs of tokens: ours needs
+        # none.
         config = copy.copy(self.model.config.get_text_config())
         config._attn_implementation = "structurized"
         return _Processor(
@@ -345,17 +357,20 @@ def _probed(model: PreTrainedModel) -> tuple[list[LayerShape], torch.dtype]:
     count = config.num_hidden_layers
     if sorted(probe.layers) != list(range(count)):
         raise ConfigError(
-            f"{type(model).__name__} has {count} layers, and those with the numbers {sorted(probe.layers)} asked for the cache of continuous batching: "
+            f"{type(model).__name__} has {count} layers, and those with the numbers {sorted(probe.layers)} asked for "
+            "the cache of continuous batching: "
             "the others keep something else; use generate()"
         )
     if len(probe.places) != 1:
         raise ConfigError(
-            f"continuous batching with levels keeps keys and values in one dtype on one device, and this model has {sorted(map(str, probe.places))}"
+            "continuous batching with levels keeps keys and values in one dtype on one device, and this model has "
+            f"{sorted(map(str, probe.places))}"
         )
     own = model(input_ids=token, use_cache=False).logits
     if (own - found).norm() > 0.05 * own.norm():
         raise ConfigError(
-            f"the first token of {type(model).__name__} is not at position 0, where continuous batching of transformers puts it (RoBERTa counts from "
+            f"the first token of {type(model).__name__} is not at position 0, where continuous batching of "
+            "transformers puts it (RoBERTa counts from "
             "its padding token on): use generate()"
         )
     ((dtype, _),) = probe.places

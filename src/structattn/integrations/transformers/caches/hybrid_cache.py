@@ -1,4 +1,6 @@
-"""``HybridCacheLayer``: a ``LevelCacheLayer`` for layers that have a recurrence or a convolution beside softmax attention."""
+"""``HybridCacheLayer``: a ``LevelCacheLayer`` for layers that have a recurrence or a convolution beside
+softmax attention.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from structattn.integrations.transformers.caches.layer_cache import LevelCacheLa
 
 
 class HybridCacheLayer(LevelCacheLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
-    """Keys and values as ``LevelCacheLayer`` keeps them, and the states of the rest of the layer as transformers keeps them.
+    """Keys and values as ``LevelCacheLayer`` keeps them, and the states of the rest of the layer as
+    transformers keeps them.
 
     Args:
         number_of_states: of convolutions or recurrences.
@@ -69,7 +72,9 @@ class HybridCacheLayer(LevelCacheLayer, LinearAttentionAndFullAttentionLayer):  
         self._move("batch_select_indices", indices, lambda state: state[indices.to(state.device)])
 
     def _move(self, change: RowChange, argument: Any, move: Callable[[Tensor], Tensor]) -> None:
-        """Moves rows of keys, values and states, or (with an error) of none: all memory is taken before anything changes."""
+        """Moves rows of keys, values and states, or (with an error) of none: all memory is taken before
+        anything changes.
+        """
         self.check_rows(change, argument)
         moved = [(states, i, move(state)) for states, i, state in states_of(self)]
         getattr(LevelCacheLayer, change)(self, argument)
@@ -84,7 +89,9 @@ def states_of(layer: LinearAttentionCacheLayerMixin) -> list[tuple[dict[int, Ten
 
 
 def check_states(layer: LinearAttentionCacheLayerMixin, count: int, length: int) -> None:
-    """Raises ``CacheError`` unless the states of a cache layer can be what they were ``count`` of ``length`` tokens before."""
+    """Raises ``CacheError`` unless the states of a cache layer can be what they were ``count`` of ``length``
+    tokens before.
+    """
     states = states_of(layer)
     if not count or not states:
         return
@@ -96,13 +103,16 @@ def check_states(layer: LinearAttentionCacheLayerMixin, count: int, length: int)
         needed = min(layer.conv_kernel_size[number], length - count)
         if state.shape[-1] - count < needed:
             raise CacheError(
-                f"the state of a convolution keeps {state.shape[-1]} of {length} tokens, too few to remove {count}: call "
+                f"the state of a convolution keeps {state.shape[-1]} of {length} tokens, too few to remove {count}: "
+                "call "
                 "activate_past_recording() before the tokens that may be removed"
             )
 
 
 def crop_states(layer: LinearAttentionCacheLayerMixin, count: int) -> None:
-    """Makes the states those before the last ``count`` tokens, as long as the next tokens need them; see ``check_states``."""
+    """Makes the states those before the last ``count`` tokens, as long as the next tokens need them; see
+    ``check_states``.
+    """
     for number, state in layer.conv_states.items():
         size = None if state is None else layer.conv_kernel_size[number]
         if size is not None and (count or state.shape[-1] > size):

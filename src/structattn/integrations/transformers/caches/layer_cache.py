@@ -26,7 +26,8 @@ RowChange = Literal["reorder_cache", "batch_repeat_interleave", "batch_select_in
 
 
 class PendingStates(Placeholder):
-    """New keys or values, (B, G, T, D), on their way from ``LevelCacheLayer.update`` to structured attention, which appends them.
+    """New keys or values, (B, G, T, D), on their way from ``LevelCacheLayer.update`` to structured attention,
+    which appends them.
 
     A level cache has no dense keys: any other attention function that uses this raises ``CacheError``.
 
@@ -50,7 +51,8 @@ class PendingStates(Placeholder):
     @classmethod
     def misused(cls, what: str) -> Exception:
         return CacheError(
-            f"a LevelCacheLayer keeps no dense keys, and another attention function asked for them ({what}). Use it with an attention "
+            f"a LevelCacheLayer keeps no dense keys, and another attention function asked for them ({what}). Use it "
+            "with an attention "
             "that register_attention() made, model.set_attn_implementation(name), or generate without cache"
         )
 
@@ -58,7 +60,8 @@ class PendingStates(Placeholder):
 class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     """The cache of one attention layer inside ``transformers.Cache(layers=[...])``.
 
-    ``update`` appends nothing: it returns ``PendingStates``, and structured attention gives them to ``attend``, with the layout.
+    ``update`` appends nothing: it returns ``PendingStates``, and structured attention gives them to
+    ``attend``, with the layout.
 
     Args:
         max_length: tokens to take memory for at once. Default ``None``: it grows by pages.
@@ -107,7 +110,9 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def level_cache(self) -> LevelCache | None:
-        """The cache of the layer; its tokens are counted where a compiled program finds them before there is a cache."""
+        """The cache of the layer; its tokens are counted where a compiled program finds them before there is
+        a cache.
+        """
         return self._level_cache
 
     @level_cache.setter
@@ -162,7 +167,8 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
         Args:
             q, k, v: of the new tokens, as ``LevelCache.attend``.
-            variant: layout, window and backend; the same at every call, as are ``module`` and ``left_padding``.
+            variant: layout, window and backend; the same at every call, as are ``module`` and
+                ``left_padding``.
             module: the attention module that calls. Default ``None``: not known.
             scaling: of the model; see ``Variant.scaled``.
             attn_mask: over all tokens, as in ``LevelCache.attend``.
@@ -223,7 +229,8 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         cache = self.ready(new, append, left_padding, k.shape[2])
         if self._variant != variant:
             raise CacheError(
-                f"this cache layer was filled for {self._variant} and is now used with {variant}: one cache serves one model; "
+                f"this cache layer was filled for {self._variant} and is now used with {variant}: one cache serves one "
+                "model; "
                 "reset() it or make another"
             )
         if module is not None:
@@ -246,7 +253,9 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
                 count.tokens = counted
 
     def count_traced(self, tokens: int) -> None:
-        """Counts in code that ``torch.compile`` traces what an operator has appended, which a compiler does not see."""
+        """Counts in code that ``torch.compile`` traces what an operator has appended, which a compiler does
+        not see.
+        """
         self._count.tokens = tokens
 
     def dense_past(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -265,7 +274,9 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         attn_mask: Tensor | None,
         **terms: Any,
     ) -> Tensor:
-        """The attention weights of new tokens after those in the cache, (B, H, T, S); arguments as ``attend``."""
+        """The attention weights of new tokens after those in the cache, (B, H, T, S); arguments as
+        ``attend``.
+        """
         assert self.level_cache is not None
         q, scale = variant.scaled(q, scaling)
         shown = None if attn_mask is None else attn_mask.to(q.device)
@@ -288,8 +299,10 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             self.is_initialized = True
         if cache.length > 0 and _nonzero(cache.left_padding) != _nonzero(left_padding):
             raise CacheError(
-                f"the left padding changed while the cache was filled, from {cache.left_padding} to {left_padding}: give the "
-                "attention mask of all tokens, cached and new, at every step, one cache to one batch, and a first chunk that reaches "
+                f"the left padding changed while the cache was filled, from {cache.left_padding} to {left_padding}: "
+                "give the "
+                "attention mask of all tokens, cached and new, at every step, one cache to one batch, and a first "
+                "chunk that reaches "
                 "a real token of every row"
             )
         if not self.record_past:
@@ -322,22 +335,27 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = False
 
     def activate_past_recording(self) -> None:
-        """From now on, what was appended since the last ``crop`` can be removed across a block boundary as well."""
+        """From now on, what was appended since the last ``crop`` can be removed across a block boundary as
+        well.
+        """
         self.record_past = True
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Removes the last tokens, of this layer only; ``LevelCaches.crop`` removes those of all layers.
 
         Args:
-            tokens_to_remove: minus the number of tokens, an int (up to transformers 5.17 also a tensor of one); 0 only drops the recording.
+            tokens_to_remove: minus the number of tokens, an int (up to transformers 5.17 also a tensor of
+                one); 0 only drops the recording.
 
         Raises:
-            CacheError: a positive number; or a level would need keys that it has dropped, and nothing was recorded. Nothing is changed then.
+            CacheError: a positive number; or a level would need keys that it has dropped, and nothing was
+                recorded. Nothing is changed then.
         """
         self.cropped(removed_tokens(tokens_to_remove))()
 
     def cropped(self, count: int) -> Callable[[], None]:
-        """What removes the last ``count`` tokens, once it is called, and cannot fail: all that can is done before.
+        """What removes the last ``count`` tokens, once it is called, and cannot fail: all that can is done
+        before.
 
         Raises:
             CacheError: as ``crop``; nothing is changed.
@@ -381,7 +399,9 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
                 cache.check_select(_indices(argument, cache.batch_size))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row b becomes row ``beam_idx[b]``; raises ``ShapeError``, and changes nothing, where that cannot be."""
+        """Row b becomes row ``beam_idx[b]``; raises ``ShapeError``, and changes nothing, where that cannot
+        be.
+        """
         self.check_rows("reorder_cache", beam_idx)
         if self.level_cache is not None:
             self.level_cache.reorder(beam_idx)
@@ -395,7 +415,9 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self._recording = None
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps these rows, given as ints or as a bool mask; raises ``ShapeError``, and changes nothing, where there are no such rows."""
+        """Keeps these rows, given as ints or as a bool mask; raises ``ShapeError``, and changes nothing,
+        where there are no such rows.
+        """
         self.check_rows("batch_select_indices", indices)
         if self.level_cache is not None:
             self.level_cache.select(_indices(indices, self.level_cache.batch_size))
@@ -414,7 +436,9 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 def removed_tokens(tokens_to_remove: int | Tensor) -> int:
-    """The number of tokens that ``crop`` is asked to remove; raises ``CacheError`` or ``ConfigError`` where it is none."""
+    """The number of tokens that ``crop`` is asked to remove; raises ``CacheError`` or ``ConfigError`` where
+    it is none.
+    """
     is_one = isinstance(tokens_to_remove, Tensor) and tokens_to_remove.numel() == 1
     check_int("tokens_to_remove", int(tokens_to_remove) if is_one else tokens_to_remove)
     if tokens_to_remove > 0:

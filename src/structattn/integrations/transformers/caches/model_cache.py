@@ -33,16 +33,20 @@ from structattn.integrations.transformers.caches.hybrid_cache import HybridCache
 from structattn.integrations.transformers.caches.layer_cache import LevelCacheLayer, RowChange, removed_tokens
 from structattn.memory import check_memory
 
-# The argument and the output of transformers' models that is the cache: its name from 5.24 on, and before. Our models take both.
+# The argument and the output of transformers' models that is the cache: its name from 5.24 on, and before.
+# Our models take both.
 CACHE_NAMES = ("cache", "past_key_values")
 CACHE = next(name for name in CACHE_NAMES if name in {field.name for field in fields(BaseModelOutputWithPast)})
 
-# Of continuous batching. A variable, as many models do not hand an argument on to their attention; each thread has its own.
+# Of continuous batching. A variable, as many models do not hand an argument on to their attention; each
+# thread has its own.
 _packed: ContextVar[PackedCache | None] = ContextVar("packed", default=None)
 
 
 def take_cache(arguments: dict[str, Any]) -> Any:
-    """Removes the cache from the arguments of a call, by either name, and returns it; raises ``ConfigError`` if there are two."""
+    """Removes the cache from the arguments of a call, by either name, and returns it; raises ``ConfigError``
+    if there are two.
+    """
     cache, older = (arguments.pop(name, None) for name in CACHE_NAMES)
     if cache is not None and older is not None:
         raise ConfigError("give cache or past_key_values, got both: the second is the older name of the first")
@@ -60,12 +64,16 @@ def packed_cache(cache: PackedCache) -> Iterator[None]:
 
 
 def given_packed_cache() -> PackedCache | None:
-    """The cache of the innermost ``packed_cache``; ``None`` outside, and in a compiled program, which cannot read it."""
+    """The cache of the innermost ``packed_cache``; ``None`` outside, and in a compiled program, which cannot
+    read it.
+    """
     return None if torch.compiler.is_compiling() else _packed.get()
 
 
 def of_decoder(cache: Any) -> Any:
-    """The cache of a decoder alone: some models make one for cross attention too, even where they have none (RoCBert)."""
+    """The cache of a decoder alone: some models make one for cross attention too, even where they have none
+    (RoCBert).
+    """
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 
@@ -79,18 +87,22 @@ def number_layers(cache: Any) -> None:
 
 
 def check_layers(cache: Cache) -> None:
-    """Raises ``CacheError`` unless all our layers hold the same number of tokens, and no change broke off between two layers."""
+    """Raises ``CacheError`` unless all our layers hold the same number of tokens, and no change broke off
+    between two layers.
+    """
     lengths = [layer.get_seq_length() for layer in cache.layers if isinstance(layer, LevelCacheLayer)]
     if getattr(cache, "is_torn", False):
         if any(lengths):
             raise CacheError(
-                "a call of the model, or a change of this cache, broke off after some layers were written over: reset() it and give all "
+                "a call of the model, or a change of this cache, broke off after some layers were written over: "
+                "reset() it and give all "
                 "tokens again"
             )
         cache.is_torn = False
     if len(set(lengths)) > 1:
         raise CacheError(
-            f"the layers of this cache hold different numbers of tokens, {lengths}: a call of the model was interrupted, or a layer was used "
+            f"the layers of this cache hold different numbers of tokens, {lengths}: a call of the model was "
+            "interrupted, or a layer was used "
             "without the others; reset() it and give all tokens again"
         )
 
@@ -98,7 +110,8 @@ def check_layers(cache: Cache) -> None:
 class _Before:
     """What a layer of transformers was before it changes; of ``HybridCacheLayer`` only its states.
 
-    What it refers to is kept, and not copied. So numbers that are written over in place, as the states of recurrences are, are lost.
+    What it refers to is kept, and not copied. So numbers that are written over in place, as the states of
+    recurrences are, are lost.
     """
 
     def __init__(self, layer: Any) -> None:
@@ -108,7 +121,8 @@ class _Before:
         if is_own:  # all that LinearAttentionLayer changes is in dictionaries
             attributes = {name: x for name, x in attributes.items() if isinstance(x, dict)}
         elif type(layer) is DynamicLayer and layer.get_seq_length():
-            # Every token makes new tensors of all tokens; to keep the old ones as well would double the memory.
+            # Every token makes new tensors of all tokens; to keep the old ones as well would double the
+            # memory.
             self.length = layer.get_seq_length()
             attributes = {name: x for name, x in attributes.items() if not isinstance(x, Tensor)}
         self.attributes = attributes
@@ -116,7 +130,9 @@ class _Before:
         self.versions = [(x, None if x.is_inference() else x._version) for x in every if isinstance(x, Tensor)]
 
     def put_back(self) -> bool:
-        """Makes the layer what it was; false where its numbers were (or, in inference mode, may have been) written over."""
+        """Makes the layer what it was; false where its numbers were (or, in inference mode, may have been)
+        written over.
+        """
         vars(self.layer).update(self.attributes)
         if self.length:
             self.layer.keys, self.layer.values = (
@@ -137,10 +153,12 @@ def _put_back(layers: list[_Before]) -> bool:
 
 @contextmanager
 def guarded(cache: Any) -> Iterator[None]:
-    """A context for a call of a model: all layers of a cache append the next tokens, or (with any error) none.
+    """A context for a call of a model: all layers of a cache append the next tokens, or (with any error)
+    none.
 
-    The state of a recurrence, which is written over, cannot be put back: a cache with one has to be ``reset`` if the call got that far.
-    Anything else than a ``Cache`` is left alone. Raises ``CacheError`` as ``check_layers``.
+    The state of a recurrence, which is written over, cannot be put back: a cache with one has to be ``reset``
+    if the call got that far. Anything else than a ``Cache`` is left alone. Raises ``CacheError`` as
+    ``check_layers``.
     """
     cache = of_decoder(cache)
     if not isinstance(cache, Cache):
@@ -165,10 +183,11 @@ def guarded(cache: Any) -> Iterator[None]:
 
 
 class LevelCaches(DynamicCache):  # type: ignore[misc]
-    """A ``transformers.Cache`` of ``LevelCacheLayer``s, and where a model has others of those, all of which change together or not at all.
+    """A ``transformers.Cache`` of ``LevelCacheLayer``s, and where a model has others of those, all of which
+    change together or not at all.
 
-    A wrong argument, or a layer that cannot do what is asked, changes nothing. If memory ends or Ctrl-C comes while rows are moved, the cache
-    raises ``CacheError`` until it is ``reset``.
+    A wrong argument, or a layer that cannot do what is asked, changes nothing. If memory ends or Ctrl-C comes
+    while rows are moved, the cache raises ``CacheError`` until it is ``reset``.
 
     Args:
         layers: of all layers of a model.
@@ -213,7 +232,8 @@ class LevelCaches(DynamicCache):  # type: ignore[misc]
             tokens_to_remove: see ``LevelCacheLayer.crop``.
 
         Raises:
-            CacheError: a positive number, more tokens than there are, or a layer that has no way back; see ``LevelCacheLayer.crop``.
+            CacheError: a positive number, more tokens than there are, or a layer that has no way back; see
+                ``LevelCacheLayer.crop``.
         """
         count = removed_tokens(tokens_to_remove)
         check_layers(self)
@@ -246,13 +266,17 @@ class LevelCaches(DynamicCache):  # type: ignore[misc]
         self._move("reorder_cache", beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row ``repeats`` times, in all layers or (with a wrong argument) in none; raises ``ConfigError`` or ``CacheError``."""
+        """Every row ``repeats`` times, in all layers or (with a wrong argument) in none; raises
+        ``ConfigError`` or ``CacheError``.
+        """
         check_size("repeats", repeats)
         check_memory(f"{repeats} copies of the rows", repeats * self.nbytes, torch.uint8)
         self._move("batch_repeat_interleave", repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps these rows, ints or a bool mask, in all layers or (with a wrong argument) in none; raises ``ShapeError`` or ``CacheError``."""
+        """Keeps these rows, ints or a bool mask, in all layers or (with a wrong argument) in none; raises
+        ``ShapeError`` or ``CacheError``.
+        """
         self._move("batch_select_indices", indices)
 
     def _move(self, change: RowChange, argument: Any) -> None:
@@ -260,7 +284,8 @@ class LevelCaches(DynamicCache):  # type: ignore[misc]
         batches = {number: rows_of(layer) for number, layer in enumerate(self.layers)}
         if len({rows for rows in batches.values() if rows is not None}) > 1:
             raise CacheError(
-                f"the layers of this cache hold different numbers of rows, {list(batches.values())}: a layer was used without the others; "
+                f"the layers of this cache hold different numbers of rows, {list(batches.values())}: a layer was used "
+                "without the others; "
                 "reset() it and give all tokens again"
             )
         for number, layer in enumerate(self.layers):
@@ -307,7 +332,8 @@ def check_crop(layer: Any, count: int, length: int) -> bool:
             kept - count < min(window - 1, own_length - count) or (own_length >= window and not is_recording)
         ):
             raise CacheError(
-                f"a window of {window} keeps {kept} of {own_length} tokens, too few to remove {count}: call activate_past_recording() "
+                f"a window of {window} keeps {kept} of {own_length} tokens, too few to remove {count}: call "
+                "activate_past_recording() "
                 "before the tokens that may be removed"
             )
     has_states = isinstance(layer, LinearAttentionCacheLayerMixin) and bool(states_of(layer))
@@ -315,13 +341,15 @@ def check_crop(layer: Any, count: int, length: int) -> bool:
         check_states(layer, count, length)
         if count and not is_recording:
             raise CacheError(
-                "the state of a convolution was not recorded: call activate_past_recording() before the tokens that may be removed"
+                "the state of a convolution was not recorded: call activate_past_recording() before the tokens that "
+                "may be removed"
             )
     return (own_length > 0 or has_states) and (count > 0 or is_recording)
 
 
 def level_cache(model: PreTrainedModel, *, max_length: int | None = None, page_size: int = PAGE_SIZE) -> LevelCaches:
-    """An empty cache for a model with structured attention, to be given as ``cache`` (or by its older name ``past_key_values``).
+    """An empty cache for a model with structured attention, to be given as ``cache`` (or by its older name
+    ``past_key_values``).
 
     Args:
         model: only the numbers of its layers with attention are read.
@@ -338,17 +366,23 @@ def level_cache(model: PreTrainedModel, *, max_length: int | None = None, page_s
 
 
 def is_plain(layer: object) -> bool:
-    """Whether a cache layer is one that transformers makes for softmax attention alone; hybrid models have others too."""
+    """Whether a cache layer is one that transformers makes for softmax attention alone; hybrid models have
+    others too.
+    """
     return type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
 
 
 def has_state(layer: object) -> bool:
-    """Whether a cache layer is one that transformers makes for softmax attention and a recurrence or convolution."""
+    """Whether a cache layer is one that transformers makes for softmax attention and a recurrence or
+    convolution.
+    """
     return type(layer) in (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer)
 
 
 def _own_layer(layer: Any, **options: Any) -> LevelCacheLayer | None:
-    """A layer of ours in place of one that transformers made for softmax attention; ``None`` for any other."""
+    """A layer of ours in place of one that transformers made for softmax attention; ``None`` for any
+    other.
+    """
     if is_plain(layer):
         return LevelCacheLayer(**options)
     return HybridCacheLayer(layer.number_of_states, **options) if has_state(layer) else None

@@ -14,11 +14,13 @@ Append = Callable[[LevelCache, int], None]
 
 @dataclass(eq=False)
 class Recording:
-    """What a rollback over the boundary of a block needs: the cache before the recorded calls, and the tokens since then.
+    """What a rollback over the boundary of a block needs: the cache before the recorded calls, and the tokens
+    since then.
 
     Attributes:
         before: the cache.
-        since: (tokens before, how many, what appends them) of each call. One that failed is dropped by the next.
+        since: (tokens before, how many, what appends them) of each call. One that failed is dropped by the
+            next.
     """
 
     before: LevelCache

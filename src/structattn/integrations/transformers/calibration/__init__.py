@@ -1,1 +1,3 @@
-"""What a trained model's activations say about which dimensions of its heads far tokens need, and which ranks fit a budget."""
+"""What a trained model's activations say about which dimensions of its heads far tokens need, and which ranks
+fit a budget.
+"""

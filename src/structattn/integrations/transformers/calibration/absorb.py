@@ -1,4 +1,6 @@
-"""Writes changes of basis of values, and of queries and keys without rotary positions, into the projections of a model."""
+"""Writes changes of basis of values, and of queries and keys without rotary positions, into the projections
+of a model.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from structattn.layout.levels import LevelLayout
 
 
 class Absorption:
-    """The changes of basis that calibrated layers with levels need: found first, so that a refusal changes nothing, and written later.
+    """The changes of basis that calibrated layers with levels need: found first, so that a refusal changes
+    nothing, and written later.
 
     Args:
         model: the plain model.
@@ -57,14 +60,17 @@ class Absorption:
             for name in names:
                 if getattr(one, _FIELDS[name]) is None:
                     raise ConfigError(
-                        f"the {name} of {where} are not those of a linear layer: there is a norm, a clamp, a gate, an adapter (merge it first), a "
+                        f"the {name} of {where} are not those of a linear layer: there is a norm, a clamp, a gate, an "
+                        "adapter (merge it first), a "
                         f"quantized weight or one that other layers use: {_REMEDY}"
                     )
             self.parts.append((one, known[layer.index], layout))
 
     @torch.no_grad()
     def write(self) -> None:
-        """Changes the weights. The logits stay what they are, up to rounding, until levels drop dimensions."""
+        """Changes the weights. The logits stay what they are, up to rounding, until levels drop
+        dimensions.
+        """
         for projections, layer, layout in self.parts:
             if layout.value_ranks is not None and projections.value is not None and projections.out is not None:
                 basis = value_basis(self.calibration, layer, layout)
@@ -101,7 +107,9 @@ def _multiply_outputs(rows: Rows, matrices: Tensor) -> None:
 
 
 def _multiply_inputs(rows: Rows, matrices: Tensor) -> None:
-    """The layer reads features x A of each head as it read x; ``matrices`` are the inverses of A, (G, V, V), and heads are grouped."""
+    """The layer reads features x A of each head as it read x; ``matrices`` are the inverses of A, (G, V, V),
+    and heads are grouped.
+    """
     layer: Any = rows.layer
     axis = 0 if isinstance(layer, Conv1D) else 1
     for index, matrix in _by_head(rows, matrices):

@@ -24,33 +24,41 @@ def allocate(
     context_length: int | None = None,
     ranks: Ranks = "per_layer",
 ) -> list[AttentionSpec]:
-    """Chooses the ranks and the block of every layer, so that the cache of the whole model fits a budget with the least expected loss.
+    """Chooses the ranks and the block of every layer, so that the cache of the whole model fits a budget with
+    the least expected loss.
 
-    Every layer gets two to five levels, of keys and of values: level 1 keeps r_1 and v_1 dimensions of all T tokens, level l others of one block of
-    n_l tokens, so that a key/value head holds (r_1 + v_1) T + (r_2 + v_2) n_2 + ... numbers; or the layer stays plain. The loss of a
-    choice is the expected change of the model's predictions, in nats per token: to first order, the squared error of the attention output
-    relative to its square, times the sensitivity of the layer,
+    Every layer gets two to five levels, of keys and of values: level 1 keeps r_1 and v_1 dimensions of all T
+    tokens, level l others of one block of n_l tokens, so that a key/value head holds (r_1 + v_1) T + (r_2 +
+    v_2) n_2 + ... numbers; or the layer stays plain. The loss of a choice is the expected change of the
+    model's predictions, in nats per token: to first order, the squared error of the attention output relative
+    to its square, times the sensitivity of the layer,
 
         sensitivity (sum over heads of |sum of z_p over dropped pairs|^2 + |P f|^2) / |o|^2
 
-    in the terms of ``calibrate``; without rotary positions the first term is the dropped variance of scores (the tail of the singular values)
-    times the spread of values. The choices of each layer that lie on the lower convex hull of loss over size are taken in the order of
-    loss per byte, over all layers, until the budget is spent. A larger budget never has a larger expected loss.
+    in the terms of ``calibrate``; without rotary positions the first term is the dropped variance of scores
+    (the tail of the singular values) times the spread of values. The choices of each layer that lie on the
+    lower convex hull of loss over size are taken in the order of loss per byte, over all layers, until the
+    budget is spent. A larger budget never has a larger expected loss.
 
     Args:
         calibration: of the model.
         compression: how many times smaller than a plain cache of T tokens; or
-        bytes_per_token: of the whole cache of T tokens, in the dtype of the model, divided by T. Exactly one of the two.
+        bytes_per_token: of the whole cache of T tokens, in the dtype of the model, divided by T. Exactly one
+            of the two.
         context_length: T, tokens up to which the model will decode. Default: that of the calibration.
-        ranks: ``"per_layer"``; or ``"uniform"``: one choice for all layers, the best that fits, as a baseline.
+        ranks: ``"per_layer"``; or ``"uniform"``: one choice for all layers, the best that fits, as a
+            baseline.
 
     Returns:
-        A spec for each attention layer, for ``structurize(model, specs, rotary_split="calibrated", calibration=calibration)``.
+        A spec for each attention layer, for
+        ``structurize(model, specs, rotary_split="calibrated", calibration=calibration)``.
 
     Raises:
-        ConfigError: not one budget; one that no ranks give, with the nearest that some do; or uniform ranks for heads of several sizes.
+        ConfigError: not one budget; one that no ranks give, with the nearest that some do; or uniform ranks
+            for heads of several sizes.
 
-    Cost: for each layer and each set of up to four block sizes 64 choices, on the host, by tensors of 64 D numbers; no model is called.
+    Cost: for each layer and each set of up to four block sizes 64 choices, on the host, by tensors of 64 D
+        numbers; no model is called.
 
     Source: ours; CARE (arXiv 2603.17946) distributes ranks over layers by the covariance of activations.
     """
@@ -66,8 +74,10 @@ def allocate(
     if chosen is None:
         smallest = sum(float(group.sizes.min()) for group in groups)
         raise ConfigError(
-            f"no ranks give a cache that is {plain / budget:.4g} times smaller ({budget * calibration.element_size / length:.4g} bytes per token): the "
-            f"smallest one of {length} tokens is {plain / smallest:.4g} times smaller ({smallest * calibration.element_size / length:.4g} bytes per token)"
+            f"no ranks give a cache that is {plain / budget:.4g} times smaller "
+            f"({budget * calibration.element_size / length:.4g} bytes per token): the "
+            f"smallest one of {length} tokens is {plain / smallest:.4g} times smaller "
+            f"({smallest * calibration.element_size / length:.4g} bytes per token)"
         )
     specs = {
         layer.shape.index: group.spec(number)
@@ -99,7 +109,9 @@ def _budget(compression: float | None, per_token: float | None, plain: float, el
 
 
 def cheapest(groups: Sequence[Choices], budget: float) -> list[int] | None:
-    """The number of the choice of each group that loses least within a budget of numbers; ``None`` if the smallest ones are too large."""
+    """The number of the choice of each group that loses least within a budget of numbers; ``None`` if the
+    smallest ones are too large.
+    """
     hulls = [_hull(group) for group in groups]
     at = [0] * len(groups)
     left = budget - sum(float(group.sizes[hull[0]]) for group, hull in zip(groups, hulls, strict=True))

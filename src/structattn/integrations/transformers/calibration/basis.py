@@ -1,7 +1,7 @@
 """Which dimensions of a head come first, so that what is dropped for far tokens changes the output least.
 
-Rotary pairs may be permuted, and nothing else: a mixture of pairs of different frequencies would score by positions. Values, and queries and keys
-without rotary positions, may be multiplied by any invertible matrix.
+Rotary pairs may be permuted, and nothing else: a mixture of pairs of different frequencies would score by
+positions. Values, and queries and keys without rotary positions, may be multiplied by any invertible matrix.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ _RIDGE = 1e-6  # of the mean eigenvalue, so that every direction has an inverse
 def ranked_pairs(effects: Tensor) -> tuple[Tensor, Tensor]:
     """Rotary pairs by what is lost without them.
 
-    The loss without the pairs of a set is the sum of their products z_p . z_p'. From no pair on, the one that adds least is dropped next.
+    The loss without the pairs of a set is the sum of their products z_p . z_p'. From no pair on, the one that
+    adds least is dropped next.
 
     Args:
         effects: (G, P, P), sums of z_p . z_p'.
@@ -46,10 +47,11 @@ def ranked_pairs(effects: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def pair_order(calibration: Calibration, layers: Sequence[LayerCalibration], layout: LevelLayout) -> list[list[int]]:
-    """The rotary pairs (or single dimensions, see ``moments``) of each key head in the order of the levels of a layout.
+    """The rotary pairs (or single dimensions, see ``moments``) of each key head in the order of the levels of
+    a layout.
 
-    Level 1 gets those without which far keys change the output most, each further level those of the rest that matter outside the blocks
-    of the next one.
+    Level 1 gets those without which far keys change the output most, each further level those of the rest
+    that matter outside the blocks of the next one.
 
     Args:
         calibration: which block sizes are known; the nearest one is taken.
@@ -79,9 +81,10 @@ def pair_order(calibration: Calibration, layers: Sequence[LayerCalibration], lay
 def value_basis(calibration: Calibration, layer: LayerCalibration, layout: LevelLayout) -> Tensor:
     """The basis of values whose dimensions add least to the outputs where the levels of a layout drop them.
 
-    With F = E[f f^T] of the far sums f (see ``moments``) and M = E[W^T W] of the output projection, and X = M^(1/2), the eigenvectors U of X F X, the
-    largest first, give v' = v A with A = X U / c, and W' with W' v' = W v: its columns are orthogonal, and c leaves the norm of W as it is.
-    The first v_1 eigenvectors are of what lies outside the blocks of level 2; the others are turned among themselves for level 3, and so on.
+    With F = E[f f^T] of the far sums f (see ``moments``) and M = E[W^T W] of the output projection, and X =
+    M^(1/2), the eigenvectors U of X F X, the largest first, give v' = v A with A = X U / c, and W' with W' v'
+    = W v: its columns are orthogonal, and c leaves the norm of W as it is. The first v_1 eigenvectors are of
+    what lies outside the blocks of level 2; the others are turned among themselves for level 3, and so on.
 
     Args:
         calibration: which block sizes are known; the nearest one is taken.
@@ -105,7 +108,9 @@ def value_basis(calibration: Calibration, layer: LayerCalibration, layout: Level
 
 
 def value_losses(layer: LayerCalibration, block: int) -> Tensor:
-    """What is lost if the values of keys outside a block keep the best 0 ... V dimensions, summed over heads, (V + 1,)."""
+    """What is lost if the values of keys outside a block keep the best 0 ... V dimensions, summed over heads,
+    (V + 1,).
+    """
     root = _root(layer.metric)
     return _tails(torch.linalg.eigvalsh(root @ layer.moments.value_effects[block] @ root).flip(-1)).sum(dim=0)
 
@@ -123,17 +128,19 @@ def key_losses(layer: LayerCalibration, block: int) -> Tensor:
 
 
 def key_basis(layer: LayerCalibration, *, centered: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The basis of queries and keys without rotary positions whose leading dimensions approximate their product best (KQ-SVD).
+    """The basis of queries and keys without rotary positions whose leading dimensions approximate their
+    product best (KQ-SVD).
 
-    With the second moments C_q and C_k of the queries of a group and of its keys, and C_q^(1/2) C_k^(1/2) = U S V^T:
-    q' = q C_q^(-1/2) U S^(1/2) and k' = k C_k^(-1/2) V S^(1/2). The product is unchanged, and queries and keys have equal second moments S.
+    With the second moments C_q and C_k of the queries of a group and of its keys, and C_q^(1/2) C_k^(1/2) = U
+    S V^T: q' = q C_q^(-1/2) U S^(1/2) and k' = k C_k^(-1/2) V S^(1/2). The product is unchanged, and queries
+    and keys have equal second moments S.
 
     Args:
         centered: the mean key is subtracted; it adds the same number to all scores of a query.
 
     Returns:
-        The two matrices, (G, D, D); and the expected squares of what is lost of q.k, summed over the heads of a group, if the first
-        0 ... D dimensions are kept, (G, D + 1).
+        The two matrices, (G, D, D); and the expected squares of what is lost of q.k, summed over the heads of
+        a group, if the first 0 ... D dimensions are kept, (G, D + 1).
 
     Source: KQ-SVD, arXiv 2512.05916; ours is on moments of activations, with the heads of a group stacked.
     """

@@ -25,7 +25,8 @@ class Choices:
     """What a group of layers may have; all of them get the same.
 
     Attributes:
-        specs: one for each choice, as (block sizes, key ranks, value ranks), level 1 first; () is plain attention, the last choice.
+        specs: one for each choice, as (block sizes, key ranks, value ranks), level 1 first; () is plain
+            attention, the last choice.
         sizes: numbers that the caches hold, (choices,) float64.
         losses: expected change of the predictions, (choices,) float64.
     """
@@ -46,9 +47,10 @@ class Choices:
 def choices(calibration: Calibration, layers: Sequence[LayerCalibration], length: int) -> Choices:
     """The choices of layers that get one spec.
 
-    For each set of blocks, and each price of a number in the cache, the ranks that cost least: price times numbers, plus loss. What a level
-    loses is the loss outside its blocks of the dimensions that the levels before it do not have, less their loss outside the larger blocks of
-    the level before, which is counted there.
+    For each set of blocks, and each price of a number in the cache, the ranks that cost least: price times
+    numbers, plus loss. What a level loses is the loss outside its blocks of the dimensions that the levels
+    before it do not have, less their loss outside the larger blocks of the level before, which is counted
+    there.
 
     Args:
         layers: those that score the keys of others have no cache.
@@ -112,7 +114,9 @@ def _sizes(layer: LayerCalibration) -> tuple[object, ...]:
 
 
 def _tokens(size: int, length: int, layer: LayerCalibration) -> int:
-    """The most numbers of one dimension, over all heads, that a cache of a layer keeps for a level of blocks of a size."""
+    """The most numbers of one dimension, over all heads, that a cache of a layer keeps for a level of blocks
+    of a size.
+    """
     layout = LevelLayout((1, 1), (-(-length // size) * size, size), value_ranks=(1, 1))
     levels = value_levels(softmaxes_of(layout, layer.shape.window, 2, layer.chunk_size), layout, 2)
     return layer.shape.num_kv_heads * levels[1].most_slots(length)
@@ -127,7 +131,8 @@ def _prices(keys: dict[int, Tensor], values: dict[int, Tensor], widths: Sequence
 def _best(
     losses: dict[int, Tensor], some: Sequence[int], widths: Sequence[int], dims: int, step: int, prices: Tensor
 ) -> list[Tensor] | None:
-    """The ranks of each level at each price, by dynamic programming from level 1 on; ``None`` if there are more levels than ranks.
+    """The ranks of each level at each price, by dynamic programming from level 1 on; ``None`` if there are
+    more levels than ranks.
 
     Args:
         losses: outside blocks, if 0 ... D dimensions are kept, for each block number.

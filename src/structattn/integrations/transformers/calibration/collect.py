@@ -16,6 +16,7 @@ from structattn.errors import CalibrationError, ConfigError
 from structattn.integrations.transformers.architecture.inputs import check_inputs
 from structattn.integrations.transformers.architecture.loading import check_plain
 from structattn.integrations.transformers.attention.arguments import POSITION_BIAS, TERMS
+from structattn.integrations.transformers.attention.call import AttentionCall
 from structattn.integrations.transformers.attention.interface import attend
 from structattn.integrations.transformers.attention.registration import register
 from structattn.integrations.transformers.calibration.discovery import AttentionLayer, find_attention, observed
@@ -124,7 +125,8 @@ class _Collector:
             for name, x in (("queries", q), ("keys", k), ("values", v)):
                 if not bool(x.isfinite().all()):
                     raise CalibrationError(
-                        f"the {name} of layer {layer.shape.index} hold NaN or infinity: the model, its dtype or the tokens of this batch cannot "
+                        f"the {name} of layer {layer.shape.index} hold NaN or infinity: the model, its dtype or the "
+                        "tokens of this batch cannot "
                         "be calibrated with"
                     )
             moments.add_tokens(q, k, v)
@@ -189,7 +191,8 @@ def _attention(
     names = {**TERMS, POSITION_BIAS: POSITION_BIAS}
     terms = {own: arguments[name] for name, own in names.items() if arguments.get(name) is not None}
     _active[-1].add(module, (query, key, value), attention_mask, scaling, terms)
-    return attend(module, Variant(), UNCHANGED, query, key, value, attention_mask, dropout, scaling, arguments)
+    call = (module, Variant(), UNCHANGED, query, key, value, attention_mask, dropout, scaling, arguments)
+    return attend(AttentionCall(*call))
 
 
 register(_NAME, _attention, structured_mask)
@@ -201,7 +204,8 @@ def _inputs(batch: object, model: PreTrainedModel) -> tuple[dict[str, Tensor], l
     for name in given:
         if name not in _KNOWN:
             raise ConfigError(
-                f"a batch has {', '.join(_KNOWN)}, got {describe(name)}: texts that are packed or have positions of their own cannot be calibrated with"
+                f"a batch has {', '.join(_KNOWN)}, got {describe(name)}: texts that are packed or have positions of "
+                "their own cannot be calibrated with"
             )
     inputs = {name: given[name] for name in ("input_ids", "attention_mask") if given.get(name) is not None}
     check_inputs(model.config, inputs)
@@ -232,7 +236,8 @@ def _blocks(given: Sequence[int] | None, length: int) -> tuple[int, ...]:
         sizes = tuple(2**n for n in range(4, max(length - 1, 1).bit_length()))
         if not sizes:
             raise ConfigError(
-                f"the first batch has texts of {length} tokens, in which all are near: give longer ones, of more than {_SMALLEST_BLOCK} tokens, or "
+                f"the first batch has texts of {length} tokens, in which all are near: give longer ones, of more than "
+                f"{_SMALLEST_BLOCK} tokens, or "
                 "block_sizes"
             )
         return sizes
@@ -249,37 +254,46 @@ def calibrate(
     block_sizes: Sequence[int] | None = None,
     num_queries: int | None = 64,
 ) -> Calibration:
-    """Measures which dimensions of the heads of a trained decoder its far tokens need, and how much each layer matters.
+    """Measures which dimensions of the heads of a trained decoder its far tokens need, and how much each
+    layer matters.
 
-    For each layer and key/value head it sums the second moments of queries, keys and values; and for each block size n what the
-    attention output loses, to first order, when keys outside the block of a query lose dimensions. With attention weights a, scores s = c q.k
-    and outputs o, a rotary pair p of keys changes the output by
+    For each layer and key/value head it sums the second moments of queries, keys and values; and for each
+    block size n what the attention output loses, to first order, when keys outside the block of a query lose
+    dimensions. With attention weights a, scores s = c q.k and outputs o, a rotary pair p of keys changes the
+    output by
 
         z_p = sum over far j of a_ij s_p(i, j) (v_j - o_i),
 
-    and all products z_p . z_p' are kept, since the effects of pairs add or cancel; dimensions P of the values change it by P f with
-    f = sum over far j of a_ij v_j. Both are measured behind the output projection, where it is known. What such an error does to the predictions
-    of the model is measured on the first batch, in nats per token: each layer in turn loses some of what far keys contribute.
+    and all products z_p . z_p' are kept, since the effects of pairs add or cancel; dimensions P of the values
+    change it by P f with f = sum over far j of a_ij v_j. Both are measured behind the output projection,
+    where it is known. What such an error does to the predictions of the model is measured on the first batch,
+    in nats per token: each layer in turn loses some of what far keys contribute.
 
     Args:
         model: a plain decoder that ``structurize`` takes; unchanged afterwards.
-        batches: token ids (B, T), or dicts with ``input_ids`` and ``attention_mask`` (padding at the ends of rows). They are read once, and
-            few are enough: some 10,000 tokens, of the length at which the model will be used.
+        batches: token ids (B, T), or dicts with ``input_ids`` and ``attention_mask`` (padding at the ends of
+            rows). They are read once, and few are enough: some 10,000 tokens, of the length at which the
+            model will be used.
         block_sizes: rising. Default: powers of 2 from 16 on, below the length of the first batch.
-        num_queries: queries of each row whose scores are looked at, neighbors at a random place, the same ones in every run. ``None``: all.
+        num_queries: queries of each row whose scores are looked at, neighbors at a random place, the same
+            ones in every run. ``None``: all.
 
     Returns:
-        A ``Calibration``, for ``structurize(rotary_split="calibrated")`` and ``allocate``. ``save`` and ``load`` are its file.
+        A ``Calibration``, for ``structurize(rotary_split="calibrated")`` and ``allocate``. ``save`` and
+        ``load`` are its file.
 
     Raises:
         ConfigError: see ``structurize``; or no batches, short ones, or other arguments.
-        CalibrationError: queries, keys or values are NaN or infinite; the message says which, and in which layer.
+        CalibrationError: queries, keys or values are NaN or infinite; the message says which, and in which
+            layer.
 
-    Cost: a forward pass without output head of all tokens, and one with it of up to 2,048 tokens for each layer; per layer and row 2 H M T D (V + D) FLOPs for the M queries. Memory does not
-        depend on the number of batches: per layer 8 B G (P^2 + V^2) bytes for B block sizes, G heads and P = D / 2 pairs.
+    Cost: a forward pass without output head of all tokens, and one with it of up to 2,048 tokens for each
+        layer; per layer and row 2 H M T D (V + D) FLOPs for the M queries. Memory does not depend on the
+        number of batches: per layer 8 B G (P^2 + V^2) bytes for B block sizes, G heads and P = D / 2 pairs.
 
-    Source: ours. MHA2MLA (arXiv 2502.14837) chooses rotary pairs by the norms of queries and keys, KQ-SVD (2512.05916) shows that queries count as
-        much as keys, CARE (2603.17946) uses the covariance of activations; none distinguishes distances.
+    Source: ours. MHA2MLA (arXiv 2502.14837) chooses rotary pairs by the norms of queries and keys, KQ-SVD
+        (2512.05916) shows that queries count as much as keys, CARE (2603.17946) uses the covariance of
+        activations; none distinguishes distances.
     """
     check_type("model", model, PreTrainedModel, "a model of transformers")
     check_plain(model)
@@ -322,7 +336,8 @@ def calibrate(
         raise ConfigError("calibrate needs at least one batch, got none")
     if longest <= collector.block_sizes[0]:
         raise ConfigError(
-            f"the longest text has {longest} tokens, all in one block of {collector.block_sizes[0]}: give longer texts, or smaller block_sizes"
+            f"the longest text has {longest} tokens, all in one block of {collector.block_sizes[0]}: give longer "
+            "texts, or smaller block_sizes"
         )
     return Calibration(
         layers=tuple(layer.finished(longest) for layer in layers.values()),

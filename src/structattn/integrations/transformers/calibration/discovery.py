@@ -1,8 +1,10 @@
-"""Finds the attention layers of any decoder of transformers, and their rotary pairs, by calling it on a few random tokens.
+"""Finds the attention layers of any decoder of transformers, and their rotary pairs, by calling it on a few
+random tokens.
 
-What a model does with its queries and keys before they are scored (fused projections, norms, partial rotation, pairs of another order, layers
-without positions) is its own code, which stays as it is. What levels need is only which dimensions are rotated together, and that shows: the
-same tokens at another position give queries that are a fixed linear map of the first ones, made of 2 x 2 rotations.
+What a model does with its queries and keys before they are scored (fused projections, norms, partial
+rotation, pairs of another order, layers without positions) is its own code, which stays as it is. What levels
+need is only which dimensions are rotated together, and that shows: the same tokens at another position give
+queries that are a fixed linear map of the first ones, made of 2 x 2 rotations.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from structattn.layers.rotary_order import Rotation
 _NAME = "structattn_discovery"
 _TOKENS = 64  # in one row: classifiers without a padding token know no batch
 _POSITIONS = (1, 2, 9)  # recurrent layers may start anew at 0
-# The next position of rotary models: all pairs have turned, also with frequencies that are divided for long texts.
+# The next position of rotary models: all pairs have turned, also with frequencies that are divided for long
+# texts.
 _FAR = 2**17
 _MOVED = 1e-3  # share of a dimension's squares that counts as rotated away, far above the rounding of bfloat16
 _LEFT = 0.1  # of that share, what may be left when its partner is known
@@ -64,7 +67,9 @@ class AttentionLayer:
 
 
 class _Seen(DynamicLayer):  # type: ignore[misc]
-    """A cache layer that marks the keys it was given, so that a model that changes keys after they are cached is found."""
+    """A cache layer that marks the keys it was given, so that a model that changes keys after they are cached
+    is found.
+    """
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         self.given = key_states
@@ -107,13 +112,16 @@ def _record(
     scaling: float | None = None,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
-    """An attention in which every token sees itself alone, so that positions change queries and keys and nothing else."""
+    """An attention in which every token sees itself alone, so that positions change queries and keys and
+    nothing else.
+    """
     check_arguments(module, arguments, (*TERMS, POSITION_BIAS), strict=True)
     if arguments.get("is_causal") is False or (
         isinstance(attention_mask, StructuredMask) and not attention_mask.is_causal
     ):
         raise ConfigError(
-            f"{type(module).__name__} attends in both directions and keeps no cache, so that there is nothing for structurize to make smaller: "
+            f"{type(module).__name__} attends in both directions and keeps no cache, so that there is nothing for "
+            "structurize to make smaller: "
             "use register_attention(), which works for encoders"
         )
     index = getattr(module, "layer_idx", None)  # some modules have it for the time of the observation only
@@ -134,7 +142,9 @@ def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
 
 @contextmanager
 def observed(model: PreTrainedModel, implementation: str) -> Iterator[None]:
-    """A context in which the model's attention is one of our implementations, in eval mode and without gradients; afterwards everything is as before."""
+    """A context in which the model's attention is one of our implementations, in eval mode and without
+    gradients; afterwards everything is as before.
+    """
     # Some models keep tensors of a call in their modules, such as recurrent states.
     before = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
     classes = {module: type(module) for module in model.modules() if adapted_class(type(module)) is not type(module)}
@@ -179,7 +189,8 @@ def find_attention(model: PreTrainedModel) -> tuple[AttentionLayer, ...]:
     latent = [child for module in model.modules() for child, _ in module.named_children() if child.startswith(LATENT)]
     if latent:
         raise ConfigError(
-            f"{name} has multi-head latent attention ({latent[0]}), whose cache holds one compressed vector for all heads already"
+            f"{name} has multi-head latent attention ({latent[0]}), whose cache holds one compressed vector for all "
+            "heads already"
         )
     try:
         return _found(model)
@@ -236,7 +247,9 @@ def random_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _check_calls(model: PreTrainedModel, cache: Cache) -> None:
-    """Raises ``ConfigError`` unless each attention layer was called once, is causal, and scores the keys that it caches."""
+    """Raises ``ConfigError`` unless each attention layer was called once, is causal, and scores the keys that
+    it caches.
+    """
     if not _calls:
         raise ConfigError("it has no attention that runs through transformers' AttentionInterface")
     called = [call.module for call in _calls]
@@ -245,7 +258,8 @@ def _check_calls(model: PreTrainedModel, cache: Cache) -> None:
         is_attention = type(module) in kinds or "CrossAttention" in type(module).__name__
         if is_attention and not any(module is other for other in called):
             raise ConfigError(
-                "it has attention modules that are used in some calls only, such as cross attention: load it with add_cross_attention=False if "
+                "it has attention modules that are used in some calls only, such as cross attention: load it with "
+                "add_cross_attention=False if "
                 "its config knows that"
             )
     layers: dict[int, _Call] = {}
@@ -255,7 +269,8 @@ def _check_calls(model: PreTrainedModel, cache: Cache) -> None:
             raise ConfigError(f"its {kind} is not causal")
         if index is None or index == -1:
             raise ConfigError(
-                f"its {kind} is used in several layers, whose number comes with each call, and a structure is of one layer"
+                f"its {kind} is used in several layers, whose number comes with each call, and a structure is of one "
+                "layer"
             )
         if not isinstance(index, int) or index in layers:
             raise ConfigError(
@@ -267,11 +282,13 @@ def _check_calls(model: PreTrainedModel, cache: Cache) -> None:
             continue
         if layer is not None and not isinstance(layer, _Seen):
             raise ConfigError(
-                f"the cache of layer {index} holds more than keys and values ({type(layer).__name__}), and a compressed cache only these"
+                f"the cache of layer {index} holds more than keys and values ({type(layer).__name__}), and a "
+                "compressed cache only these"
             )
         if getattr(layer, "given", None) is not call.key:
             raise ConfigError(
-                f"its {kind} changes its keys after it has cached them, or does not cache them, so that a compressed cache cannot hold them"
+                f"its {kind} changes its keys after it has cached them, or does not cache them, so that a compressed "
+                "cache cannot hold them"
             )
         layers[index] = call
 
@@ -300,7 +317,9 @@ def _layer(calls: tuple[_Call, ...], keys_of: int | None) -> AttentionLayer:
 
 
 def _rotation(calls: tuple[_Call, ...], head_dim: int) -> Rotation | None:
-    """The rotation that the queries of a layer show; where they cannot, on the meta device or with positions in the hidden state, the one read."""
+    """The rotation that the queries of a layer show; where they cannot, on the meta device or with positions
+    in the hidden state, the one read.
+    """
     module, first = calls[0].module, calls[0].query
     if first.is_meta:
         return read_rotation(module, head_dim)
@@ -315,21 +334,26 @@ def _rotation(calls: tuple[_Call, ...], head_dim: int) -> Rotation | None:
     rotation = Rotation("adjacent", head_dim) if distance == 1 < head_dim // 2 else Rotation("halves", 2 * distance)
     if not pairs <= set(rotation.pairs(head_dim)):
         raise ConfigError(
-            f"its {type(module).__name__} rotates dimensions {sorted(pairs)} of a head together, and only halves and neighbors are known"
+            f"its {type(module).__name__} rotates dimensions {sorted(pairs)} of a head together, and only halves and "
+            "neighbors are known"
         )
     return rotation
 
 
 def _rows(x: Tensor) -> Tensor:
-    """(B, H, T, D) as (B H T, D), in float64 on the host; the mean of each head is subtracted, since large biases hide the rest."""
+    """(B, H, T, D) as (B H T, D), in float64 on the host; the mean of each head is subtracted, since large
+    biases hide the rest.
+    """
     rows = x.double().cpu()
     return (rows - rows.mean(dim=2, keepdim=True)).flatten(0, 2)
 
 
 def _rotated_pairs(still: Tensor, moved: Tensor) -> set[tuple[int, int]] | None:
-    """The pairs of dimensions that are rotated together; ``None`` if a dimension is no linear map of two of those at the first position.
+    """The pairs of dimensions that are rotated together; ``None`` if a dimension is no linear map of two of
+    those at the first position.
 
-    They are none where positions are added to the hidden state. Each dimension is regressed on itself, and on itself and any other.
+    They are none where positions are added to the hidden state. Each dimension is regressed on itself, and on
+    itself and any other.
     """
     products, targets = still.T @ still, still.T @ moved
     square = products.diagonal()

@@ -1,15 +1,18 @@
-"""Sums over tokens that tell what an attention layer loses when far tokens lose dimensions. Tensors only; no model.
+"""Sums over tokens that tell what an attention layer loses when far tokens lose dimensions. Tensors only; no
+model.
 
-Let a be the attention weights of a query i, v_j and o_i values and output of a head, and far(n) the visible keys outside the block of n positions in
-which i lies. If the score of the pair (i, j) loses s_p(i, j), the part of dimensions p, then to first order the output of the head changes by
+Let a be the attention weights of a query i, v_j and o_i values and output of a head, and far(n) the visible
+keys outside the block of n positions in which i lies. If the score of the pair (i, j) loses s_p(i, j), the
+part of dimensions p, then to first order the output of the head changes by
 
     z_p = sum over far j of a_ij s_p(i, j) (v_j - o_i),
 
-which is 0 for a part that is the same for all keys; and if far values lose the dimensions of a projection P, it changes by P f with
-f = sum over far j of a_ij v_j. Both are measured behind the output projection W of the head, |x|^2 = |W x|^2 = x^T (W^T W) x.
+which is 0 for a part that is the same for all keys; and if far values lose the dimensions of a projection P,
+it changes by P f with f = sum over far j of a_ij v_j. Both are measured behind the output projection W of the
+head, |x|^2 = |W x|^2 = x^T (W^T W) x.
 
-Axes: G key/value heads, N query heads of each, M queries, S keys, D and V dimensions, P rotary pairs (or single dimensions where nothing is rotated),
-B block sizes.
+Axes: G key/value heads, N query heads of each, M queries, S keys, D and V dimensions, P rotary pairs (or
+single dimensions where nothing is rotated), B block sizes.
 """
 
 from __future__ import annotations
@@ -30,10 +33,10 @@ class Moments:
         query_products: (G, D, D), sum of q q^T over tokens and the query heads of a group.
         key_sum, key_products: (G, D) and (G, D, D), over tokens.
         value_sum, value_products: (G, V) and (G, V, V).
-        pair_effects: (B, G, P, P), sum of z_p . z_p' over queries and the heads of a group; P is 0 where queries
-            and keys get another basis.
-        pair_energy, pair_counts: (distances, G, P) and (distances,), sum of s_p(i, j)^2, of which the mean over the keys of each query is
-            subtracted, and how many pairs of a query of the first group and a
+        pair_effects: (B, G, P, P), sum of z_p . z_p' over queries and the heads of a group; P is 0 where
+            queries and keys get another basis.
+        pair_energy, pair_counts: (distances, G, P) and (distances,), sum of s_p(i, j)^2, of which the mean
+            over the keys of each query is subtracted, and how many pairs of a query of the first group and a
             key: at distances 0, 1, 2 and 3, 4 to 7, and so on.
         value_effects: (B, G, V, V), sum of f f^T over queries and the heads of a group.
         spread: (B, G), sum over queries, heads and far keys of a_ij^2 |v_j - o_i|^2.
@@ -111,9 +114,11 @@ class Moments:
             weights: attention weights, (H, M, S).
             scale: c in the score c q.k.
             root: (H, V, V), the square root of W^T W of each head.
-            parts: (P, 2) int64, the dimensions of the rotary pairs, or (P, 1) of single dimensions; ``None``: their effects are not summed.
+            parts: (P, 2) int64, the dimensions of the rotary pairs, or (P, 1) of single dimensions; ``None``:
+                their effects are not summed.
             block_sizes: ascending.
-            chunk_size: of a model in which tokens see their own chunk only, from whose start blocks are counted.
+            chunk_size: of a model in which tokens see their own chunk only, from whose start blocks are
+                counted.
         """
         length, count = k.shape[1], q.shape[1]
         places = torch.arange(length - count, length, device=q.device)

@@ -1,7 +1,9 @@
-"""Finds the rows of linear layers that make the queries, keys and values of an attention layer, fused or not, and the columns that read its output.
+"""Finds the rows of linear layers that make the queries, keys and values of an attention layer, fused or not,
+and the columns that read its output.
 
-No names are looked at. The outputs of all linear layers of an attention module are replaced by random numbers: what reaches the attention function
-unchanged, or times a constant, is a row of the layer that it equals; what is normalized, rotated, clamped, gated or has an adapter on it equals none.
+No names are looked at. The outputs of all linear layers of an attention module are replaced by random
+numbers: what reaches the attention function unchanged, or times a constant, is a row of the layer that it
+equals; what is normalized, rotated, clamped, gated or has an adapter on it equals none.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ class Rows:
 
 @dataclass(frozen=True)
 class Projections:
-    """The linear layers around the score of an attention layer; ``None`` where there is none of which it is known.
+    """The linear layers around the score of an attention layer; ``None`` where there is none of which it is
+    known.
 
     Attributes:
         query, key, value: output features; those of queries (H, D), of keys and values (G, D or V).
@@ -80,7 +83,8 @@ class Projections:
 
 @dataclass
 class _Probe:
-    """What is seen of one attention module: its linear layers, what they were made to return, and what they read.
+    """What is seen of one attention module: its linear layers, what they were made to return, and what they
+    read.
 
     Attributes:
         other: features that get other random numbers than the first time, by layer.
@@ -200,7 +204,9 @@ def _projections(probe: _Probe) -> Projections:
 
 
 def _rows(states: Tensor, known: Mapping[nn.Module, Tensor]) -> Rows | None:
-    """The features of one of some layers that states (1, heads, T, dimensions) are; ``None`` if they are of none, or twice the same."""
+    """The features of one of some layers that states (1, heads, T, dimensions) are; ``None`` if they are of
+    none, or twice the same.
+    """
     wanted = states[0].transpose(1, 2).flatten(0, 1).double().cpu()
     for layer, given in known.items():
         features = given.reshape(-1, given.shape[-1]).double().cpu().T

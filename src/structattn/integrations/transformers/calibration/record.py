@@ -62,7 +62,10 @@ class LayerShape:
 
     def __str__(self) -> str:
         pairs = "no rotary pairs" if self.rotation is None else f"rotary pairs {self.rotation}"
-        return f"{self.num_heads} heads, {self.num_kv_heads} of keys, of {self.head_dim} and {self.value_dim} dimensions, {pairs}"
+        return (
+            f"{self.num_heads} heads, {self.num_kv_heads} of keys, of {self.head_dim} and {self.value_dim} "
+            f"dimensions, {pairs}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -72,12 +75,13 @@ class LayerCalibration:
     Attributes:
         shape: its sizes.
         scale: c in its scores c q.k.
-        sensitivity: what a relative squared error of its attention output changes in the predictions, in nats per token.
-        metric: (G, V, V), the mean of W^T W over the heads of a group, W being the columns of a head in the output projection; the
-            identity where that projection is not known.
+        sensitivity: what a relative squared error of its attention output changes in the predictions, in nats
+            per token.
+        metric: (G, V, V), the mean of W^T W over the heads of a group, W being the columns of a head in the
+            output projection; the identity where that projection is not known.
         moments: sums over tokens.
-        has_key_basis, has_value_basis: whether ``structurize`` can change the basis of queries and keys, and of values. Without one for keys, their rotary
-            pairs, or their dimensions, are put in an order.
+        has_key_basis, has_value_basis: whether ``structurize`` can change the basis of queries and keys, and
+            of values. Without one for keys, their rotary pairs, or their dimensions, are put in an order.
         has_key_bias: whether the mean key can be subtracted.
         chunk_size: tokens only see their own chunk of this many; ``None``: all earlier ones.
     """
@@ -124,12 +128,14 @@ class Calibration:
         shapes = [LayerShape.of(layer) for layer in layers]
         if len(shapes) != len(self.layers):
             raise ConfigError(
-                f"the calibration is of a model with {len(self.layers)} attention layers, and this one has {len(shapes)}: calibrate this model"
+                f"the calibration is of a model with {len(self.layers)} attention layers, and this one has "
+                f"{len(shapes)}: calibrate this model"
             )
         for own, other in zip(self.layers, shapes, strict=True):
             if own.shape != other:
                 raise ConfigError(
-                    f"the calibration is of another model: layer {own.shape.index} has {own.shape} there, and layer {other.index} of this model "
+                    f"the calibration is of another model: layer {own.shape.index} has {own.shape} there, and layer "
+                    f"{other.index} of this model "
                     f"{other}: calibrate this model"
                 )
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from structattn.integrations.transformers.attention.call import AttentionCall
 from structattn.integrations.transformers.attention.interface import attend
 from structattn.integrations.transformers.attention.registration import register
 from structattn.integrations.transformers.calibration.discovery import observed
@@ -57,23 +58,22 @@ def _attention(
 ) -> tuple[Tensor, Tensor | None]:
     """The attention of the model; in one layer, part of what far keys contribute is taken away."""
     change = _active[-1]
+    call = AttentionCall(module, Variant(), UNCHANGED, query, key, value, attention_mask, dropout, scaling, arguments)
     if module is not change.module:
-        return attend(module, Variant(), UNCHANGED, query, key, value, attention_mask, dropout, scaling, arguments)
+        return attend(call)
     head, dims = query.shape[-1], value.shape[-1]
     size = -(-query.shape[2] // change.block_size) * change.block_size
-    # The values twice: those of level 1 are summed over all keys, those of level 2 over the keys of the block.
+    # The values twice: those of level 1 are summed over all keys, those of level 2 over the keys of the
+    # block.
     layout = LevelLayout((head, 1), (size, change.block_size), "standard", (dims, dims))
     both, _ = attend(
-        module,
-        Variant(layout=layout),
-        UNCHANGED,
-        F.pad(query, (0, 1)),
-        F.pad(key, (0, 1)),
-        torch.cat([value, value], dim=-1),
-        attention_mask,
-        dropout,
-        head**-0.5 if scaling is None else scaling,
-        arguments,
+        call._replace(
+            variant=Variant(layout=layout),
+            query=F.pad(query, (0, 1)),
+            key=F.pad(key, (0, 1)),
+            value=torch.cat([value, value], dim=-1),
+            scaling=head**-0.5 if scaling is None else scaling,
+        )
     )
     out, near = both.split(dims, dim=-1)
     far = out - near
@@ -89,7 +89,9 @@ register(_NAME, _attention, structured_mask)
 
 
 def _predictions(model: PreTrainedModel, inputs: Mapping[str, Tensor], real: Tensor) -> Tensor:
-    """What the model says of each real token: log probabilities, or features of a model without an output head."""
+    """What the model says of each real token: log probabilities, or features of a model without an output
+    head.
+    """
     with observed(model, _NAME):
         if model.get_output_embeddings() is None:
             return model.base_model(**inputs, use_cache=False).last_hidden_state[real].double()
@@ -103,10 +105,12 @@ def sensitivities(
     roots: Mapping[nn.Module, Tensor],
     block_size: int,
 ) -> dict[nn.Module, float]:
-    """For each attention module, the change of the predictions for each unit of relative squared error of its output.
+    """For each attention module, the change of the predictions for each unit of relative squared error of its
+    output.
 
-    The change is the Kullback-Leibler divergence in nats per token (the relative squared error of the last features, for a model without an output
-    head). The output of one layer at a time loses a part of what far keys contribute to it, an error of 5 %.
+    The change is the Kullback-Leibler divergence in nats per token (the relative squared error of the last
+    features, for a model without an output head). The output of one layer at a time loses a part of what far
+    keys contribute to it, an error of 5 %.
 
     Args:
         inputs: of a batch; its first rows are used, some 2,000 tokens.

@@ -1,1 +1,3 @@
-"""What transformers' masks become: a description of which tokens a query sees, made once for all layers of a call."""
+"""What transformers' masks become: a description of which tokens a query sees, made once for all layers of a
+call.
+"""

@@ -16,7 +16,8 @@ def checked_mask(
     is_causal: bool | None,
     num_past: int | None = None,
 ) -> StructuredMask:
-    """The mask of an attention call, which came from ``structured_mask``, is a 4-dimensional one, or that of an encoder that hides nothing.
+    """The mask of an attention call, which came from ``structured_mask``, is a 4-dimensional one, or that of
+    an encoder that hides nothing.
 
     Args:
         attention_mask: what the module got.
@@ -41,13 +42,15 @@ def checked_mask(
         mask = StructuredMask(num_queries=query.shape[2], num_keys=key.shape[2], attention_mask=None, is_causal=False)
         if mask.num_past != 0:
             raise ConfigError(
-                f"{name} has {query.shape[2]} queries and {key.shape[2]} keys, so that they are not of the same tokens: cross attention "
+                f"{name} has {query.shape[2]} queries and {key.shape[2]} keys, so that they are not of the same "
+                "tokens: cross attention "
                 "is not supported"
             )
     if isinstance(mask, StructuredMask):
         if is_causal not in (None, mask.is_causal):
             raise ConfigError(
-                f"{name} says is_causal={is_causal}, and its mask is {'' if mask.is_causal else 'not '}causal: they must agree"
+                f"{name} says is_causal={is_causal}, and its mask is {'' if mask.is_causal else 'not '}causal: they "
+                "must agree"
             )
         if not mask.is_causal and _is_cross_attention(module):
             raise ConfigError(
@@ -56,18 +59,23 @@ def checked_mask(
         return mask
     if mask is None:
         raise ConfigError(
-            "no mask reached structured attention, and without one padding and causality are unknown: this model or call does "
-            "not build its masks through transformers' AttentionMaskInterface, or its attn_implementation was changed to another"
+            "no mask reached structured attention, and without one padding and causality are unknown: this model or "
+            "call does "
+            "not build its masks through transformers' AttentionMaskInterface, or its attn_implementation was changed "
+            "to another"
         )
     shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
     raise ConfigError(
-        f"an attention mask of {shape} reached structured attention: give the padding mask (batch, tokens), or one of (batch, 1, new "
+        f"an attention mask of {shape} reached structured attention: give the padding mask (batch, tokens), or one of "
+        "(batch, 1, new "
         "tokens, all tokens)"
     )
 
 
 def _is_cross_attention(module: nn.Module) -> bool:
-    """Whether a module that is not causal has keys of other tokens. transformers marks it by an attribute, or by the class."""
+    """Whether a module that is not causal has keys of other tokens. transformers marks it by an attribute, or
+    by the class.
+    """
     marks = (getattr(module, name, None) is True for name in ("is_cross_attention", "is_decoder"))
     return any(marks) or "CrossAttention" in type(module).__name__
 
@@ -77,6 +85,7 @@ def check_lengths(query: Tensor, key: Tensor, mask: StructuredMask, *, is_new: b
     keys = mask.num_new if is_new else mask.num_keys
     if (query.shape[2], key.shape[2]) != (mask.num_queries, keys):
         raise ConfigError(
-            f"the mask was made for {mask.num_queries} queries and {keys} keys, and the attention got {query.shape[2]} and "
+            f"the mask was made for {mask.num_queries} queries and {keys} keys, and the attention got {query.shape[2]} "
+            "and "
             f"{key.shape[2]}: cross attention, a static cache and prefixes are not supported"
         )

@@ -1,4 +1,6 @@
-"""Reads the mask functions of transformers, which say which pairs may attend, and makes a ``StructuredMask`` of one."""
+"""Reads the mask functions of transformers, which say which pairs may attend, and makes a ``StructuredMask``
+of one.
+"""
 
 from __future__ import annotations
 
@@ -74,8 +76,10 @@ def _read(function: Callable[..., Any]) -> _Pattern:
     if code is not None and code is _REMAPPED:
         return _read(cells["mask_function"])
     raise ConfigError(
-        f"this model masks attention by {getattr(function, '__qualname__', function)!r}, which structured attention does not know, and a mask "
-        "that is left out would leak: known are masks of all pairs, causal masks, sliding windows, chunks, padding and packed sequences"
+        f"this model masks attention by {getattr(function, '__qualname__', function)!r}, which structured attention "
+        "does not know, and a mask "
+        "that is left out would leak: known are masks of all pairs, causal masks, sliding windows, chunks, padding and "
+        "packed sequences"
     )
 
 
@@ -92,12 +96,14 @@ def _assert_pattern(
 ) -> _Pattern:
     """The meaning of a mask function that torch.compile traces, which cannot look into closures.
 
-    It is taken for one with that window and causality, and the compiled code asserts, over all pairs, that it is: transformers wraps
-    the mask of every uncompiled batch that could be packed, and that this one is not packed is known at run time only.
+    It is taken for one with that window and causality, and the compiled code asserts, over all pairs, that it
+    is: transformers wraps the mask of every uncompiled batch that could be packed, and that this one is not
+    packed is known at run time only.
     """
     if is_custom:
         raise ConfigError(
-            "structured attention in transformers knows masks of all pairs, causal masks and sliding windows, and this is another"
+            "structured attention in transformers knows masks of all pairs, causal masks and sliding windows, and this "
+            "is another"
         )
     queries = torch.arange(num_keys - num_queries, num_keys, device=device)[None, None, :, None]
     keys = torch.arange(num_keys, device=device)[None, None, None, :]
@@ -110,7 +116,8 @@ def _assert_pattern(
         expected = expected & (distance.abs() < window)
     torch._assert_async(
         (function(rows, torch.zeros_like(rows), queries, keys) == expected).all(),
-        f"the mask of this batch is not {'causal' if is_causal else 'of all pairs or a window'}: sequences packed by position_ids and masks "
+        f"the mask of this batch is not {'causal' if is_causal else 'of all pairs or a window'}: sequences packed by "
+        "position_ids and masks "
         "of other kinds cannot be compiled: leave this batch uncompiled",
     )
     return _Pattern(is_causal=is_causal, window=window)
@@ -147,7 +154,8 @@ def structured_mask(
         local_size: sliding window that the mask function has.
         use_vmap: whether the mask function is custom.
         device: of the model's inputs.
-        **options: of other mask functions; ``allow_is_bidirectional_skip`` is only given with masks that are not causal.
+        **options: of other mask functions; ``allow_is_bidirectional_skip`` is only given with masks that are
+            not causal.
 
     Raises:
         ConfigError: the mask is one that structured attention does not know; see ``read_padding``.
@@ -168,17 +176,19 @@ def structured_mask(
         pattern = _read(mask_function)
     if pattern.is_past and not pattern.is_causal:
         raise ConfigError(
-            "this model masks attention by a window that hides keys before a query and none after it, which structured attention does "
+            "this model masks attention by a window that hides keys before a query and none after it, which structured "
+            "attention does "
             "not know"
         )
     if isinstance(q_offset, Tensor) or kv_offset != 0 or kv_length != q_offset + q_length:
         raise ConfigError(
-            f"structured attention needs all keys in order, and this cache returns {kv_length} keys from position {kv_offset} on for "
+            f"structured attention needs all keys in order, and this cache returns {kv_length} keys from position "
+            f"{kv_offset} on for "
             f"{q_length} queries: a static cache, or a sliding-window cache that dropped keys. Pass "
             "cache=level_cache(model) (structattn.integrations.transformers)"
             if pattern.is_causal
-            else f"structured attention needs queries and keys of the same tokens, and this mask is for {q_length} queries and {kv_length} "
-            "keys: cross attention and prefixes are not supported"
+            else "structured attention needs queries and keys of the same tokens, and this mask is for "
+            f"{q_length} queries and {kv_length} keys: cross attention and prefixes are not supported"
         )
     return StructuredMask(
         num_queries=q_length,

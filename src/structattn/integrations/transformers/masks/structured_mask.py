@@ -1,4 +1,6 @@
-"""Replaces an attention mask: the 2-dimensional padding mask of transformers, which is never expanded to T x S."""
+"""Replaces an attention mask: the 2-dimensional padding mask of transformers, which is never expanded to T x
+S.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ class Padding:
         left: leading padding of each row, (B,) int64.
         ints: the same as ints of the host, ``None`` in code that torch.compile traces.
         hidden: (B, S) bool, keys after the first real one that are hidden; ``None`` where there are none.
-        is_unseen: whether all of those are behind the last real token of their row; bool () in code that torch.compile traces.
+        is_unseen: whether all of those are behind the last real token of their row; bool () in code that
+            torch.compile traces.
     """
 
     left: Tensor
@@ -46,7 +49,10 @@ _HIDDEN = -1e3  # a number that is added to a score hides the pair from here on:
 
 _EMPTY = "the attention mask is zero everywhere, which hides every token: it is 1 where a token is real"
 
-_COMPILED_HOLES = "the attention mask hides tokens between real ones, which a compiled model does not take in training: leave this batch uncompiled"
+_COMPILED_HOLES = (
+    "the attention mask hides tokens between real ones, which a compiled model does not take in training: leave this "
+    "batch uncompiled"
+)
 
 
 def read_padding(attention_mask: Tensor | None, num_keys: int) -> Padding | None:
@@ -91,10 +97,11 @@ def read_padding(attention_mask: Tensor | None, num_keys: int) -> Padding | None
 
 
 def jumps(position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Where positions (B, T) do not rise by 1, bool (B, T), the first one aside; and the index (T,) of the token before each.
+    """Where positions (B, T) do not rise by 1, bool (B, T), the first one aside; and the index (T,) of the
+    token before each.
 
-    All tensors have T numbers. Of those with T - 1, such as ``diff`` makes, a compiler takes for granted that T - 1 > 1, and a program
-    that it exports refuses 1 and 2 tokens.
+    All tensors have T numbers. Of those with T - 1, such as ``diff`` makes, a compiler takes for granted that
+    T - 1 > 1, and a program that it exports refuses 1 and 2 tokens.
     """
     steps = torch.arange(position_ids.shape[1], device=position_ids.device)
     before = (steps - 1).clamp(min=0)
@@ -113,14 +120,15 @@ def read_packing(position_ids: Tensor | None, attention_mask: Tensor | None, num
         (N + 1,) int64 offsets; ``None`` when nothing is packed.
 
     Raises:
-        ConfigError: sequences are packed in a batch of several rows, after cached tokens or with a padding mask; or the
-            positions are not of shape (B, T).
+        ConfigError: sequences are packed in a batch of several rows, after cached tokens or with a padding
+            mask; or the positions are not of shape (B, T).
     """
     if position_ids is None:
         return None
     if position_ids.dim() != 2:
         raise ConfigError(
-            f"structured attention knows positions of shape (batch, tokens), got {tuple(position_ids.shape)}: positions along "
+            f"structured attention knows positions of shape (batch, tokens), got {tuple(position_ids.shape)}: "
+            "positions along "
             "several axes (images, video) are not supported"
         )
     if position_ids.shape[1] == 1:
@@ -143,7 +151,8 @@ def read_packing(position_ids: Tensor | None, attention_mask: Tensor | None, num
     ):
         if wrong:
             raise ConfigError(
-                f"position_ids start again inside a row (packed sequences), which is supported for one row without a cache and "
+                "position_ids start again inside a row (packed sequences), which is supported for one row without a "
+                "cache and "
                 f"without an attention mask, not for {what}"
             )
     inner = starts[0].nonzero()[:, 0]
@@ -151,11 +160,15 @@ def read_packing(position_ids: Tensor | None, attention_mask: Tensor | None, num
 
 
 class _ForeignUseError(ConfigError, AttributeError):
-    """Another attention function used a structured mask. Also an ``AttributeError``, so that ``hasattr`` is false as for any object."""
+    """Another attention function used a structured mask. Also an ``AttributeError``, so that ``hasattr`` is
+    false as for any object.
+    """
 
 
 class Placeholder:
-    """Goes through the code of a model in place of a tensor, and must not be computed with: any use raises an error."""
+    """Goes through the code of a model in place of a tensor, and must not be computed with: any use raises an
+    error.
+    """
 
     @classmethod
     @abstractmethod
@@ -177,9 +190,11 @@ class Placeholder:
 
 @dataclass(eq=False, kw_only=True)
 class StructuredMask(Placeholder):
-    """What ``structured_mask`` returns: one for all layers of a forward pass. A model that computes with it gets a ``ConfigError``.
+    """What ``structured_mask`` returns: one for all layers of a forward pass. A model that computes with it
+    gets a ``ConfigError``.
 
-    Or it is made of a 4-dimensional mask, which says all by itself: what is causal, and which sequences are packed.
+    Or it is made of a 4-dimensional mask, which says all by itself: what is causal, and which sequences are
+    packed.
 
     Attributes:
         num_queries, num_keys: T and S.
@@ -188,7 +203,8 @@ class StructuredMask(Placeholder):
         window: sliding window of these layers, ``None`` for none.
         chunk_size: tokens only see their own chunk of this many; ``None`` for none.
         packed: (B, T) int64, equal numbers are one sequence, where transformers found packed sequences.
-        pairs: (1 or B, 1 or H, T, S), a 4-dimensional mask: bool, true where a pair may attend, or added to the scores; ``None`` for none.
+        pairs: (1 or B, 1 or H, T, S), a 4-dimensional mask: bool, true where a pair may attend, or added to
+            the scores; ``None`` for none.
         last_of: the mask of all queries, of which this one has the last.
         num_new: new tokens, T or more where queries are left out.
 
@@ -231,12 +247,14 @@ class StructuredMask(Placeholder):
         """
         if pairs.dtype != torch.bool and not pairs.is_floating_point():
             raise ConfigError(
-                f"a 4-dimensional attention mask is bool, true where a pair may attend, or floating point and added to the scores, got "
+                "a 4-dimensional attention mask is bool, true where a pair may attend, or floating point and added to "
+                "the scores, got "
                 f"{pairs.dtype}: a mask of 0 and 1 is mask != 0"
             )
         if pairs.dim() != 4 or pairs.shape[2] not in (1, num_queries) or pairs.shape[3] != num_keys:
             raise ConfigError(
-                f"a 4-dimensional attention mask must have a row for each of {num_queries} new tokens and a column for each of {num_keys}, "
+                f"a 4-dimensional attention mask must have a row for each of {num_queries} new tokens and a column for "
+                f"each of {num_keys}, "
                 f"cached and new, got shape {tuple(pairs.shape)}"
             )
         return cls(
@@ -269,7 +287,9 @@ class StructuredMask(Placeholder):
         )
 
     def __getitem__(self, index: object) -> StructuredMask:
-        """That of the last queries, ``mask[:, :, -count:, :]``: layers that read the keys of others leave out the rest of a prompt."""
+        """That of the last queries, ``mask[:, :, -count:, :]``: layers that read the keys of others leave out
+        the rest of a prompt.
+        """
         every = slice(None)
         match index:
             case (a, b, slice(start=int(start), stop=None, step=None), c) if (a, b, c) == (every, every, every):
@@ -291,7 +311,8 @@ class StructuredMask(Placeholder):
         return self.num_keys - self.num_new
 
     def sequences(self, position_ids: Tensor | None, cu_seqlens: Tensor | None = None, *, has_cache: bool) -> Sequences:
-        """Where sequences begin, with the packing that is given or that positions show. The first layer finds the packing, once.
+        """Where sequences begin, with the packing that is given or that positions show. The first layer finds
+        the packing, once.
 
         Args:
             position_ids: see ``read_packing``.
@@ -299,7 +320,8 @@ class StructuredMask(Placeholder):
             has_cache: whether the layer has a cache.
 
         Raises:
-            ConfigError: see ``read_packing``; offsets that contradict the positions; or packed sequences with a cache.
+            ConfigError: see ``read_packing``; offsets that contradict the positions; or packed sequences with
+                a cache.
         """
         if self.last_of is not None:
             whole = self.last_of.sequences(position_ids, cu_seqlens, has_cache=has_cache)
@@ -320,7 +342,8 @@ class StructuredMask(Placeholder):
             self._sequences = Sequences(left_padding=left, cu_seqlens=offsets)
         if self._sequences.cu_seqlens is not None and has_cache:
             raise ConfigError(
-                "position_ids start again inside a row (packed sequences), which a cache cannot separate: pass use_cache=False"
+                "position_ids start again inside a row (packed sequences), which a cache cannot separate: pass "
+                "use_cache=False"
             )
         return self._sequences
 
@@ -342,23 +365,27 @@ class StructuredMask(Placeholder):
 
     @property
     def padding_counts(self) -> tuple[int, ...] | None:
-        """The padding of each row as ints, which a cache needs; raises ``ConfigError`` in a call that is exported, where it has no value."""
+        """The padding of each row as ints, which a cache needs; raises ``ConfigError`` in a call that is
+        exported, where it has no value.
+        """
         if self._padding is None:
             return None
         if self._padding.ints is None and torch.compiler.is_exporting():
             raise ConfigError(
-                "an exported program cannot read the padding that its cache would need from an attention_mask: export a call with use_cache=False, "
+                "an exported program cannot read the padding that its cache would need from an attention_mask: export "
+                "a call with use_cache=False, "
                 "or generation with structattn.integrations.transformers.export_decoder(model, max_length=...)"
             )
         return tuple(self._padding.left.tolist()) if self._padding.ints is None else self._padding.ints
 
     def attn_mask(self, *, is_training: bool, position_bias: Tensor | None = None) -> Tensor | None:
-        """What is hidden besides left padding, causality and window, bool or floating point, broadcastable to (B, H, T, S).
+        """What is hidden besides left padding, causality and window, bool or floating point, broadcastable to
+        (B, H, T, S).
 
         Args:
             position_bias: broadcastable to (B, H, T, S), added to the scores; hidden keys stay hidden.
-            is_training: causal attention then leaves padding at the end of rows out: no real token sees it, and the loss looks at no
-                other. It is a faster call.
+            is_training: causal attention then leaves padding at the end of rows out: no real token sees it,
+                and the loss looks at no other. It is a faster call.
 
         Returns:
             ``None`` where nothing is.

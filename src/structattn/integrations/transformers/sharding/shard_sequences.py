@@ -21,24 +21,28 @@ _EXCHANGED = {"full_attention", "sliding_attention"}  # layers that need other t
 
 
 def shard_sequences(model: PreTrainedModel, mesh: DeviceMesh | None, *, order: Order = "contiguous") -> PreTrainedModel:
-    """Divides the sequences of a model among processes: each calls it with its own tokens, and attention exchanges keys and values.
+    """Divides the sequences of a model among processes: each calls it with its own tokens, and attention
+    exchanges keys and values.
 
-    Give the tokens by ``sequence_shard``. The weights stay whole: sum their gradients over the processes, as DDP and FSDP do with their
-    means. Outputs, losses and gradients are those of one process.
+    Give the tokens by ``sequence_shard``. The weights stay whole: sum their gradients over the processes, as
+    DDP and FSDP do with their means. Outputs, losses and gradients are those of one process.
 
     Args:
-        model: from ``structurize``, or with an attention of ``register_attention``; changed in place. Wrap it afterwards (DDP, FSDP, PEFT).
-        mesh: of one dimension, whose processes divide the sequences; in a mesh of more dimensions take one, as ``mesh["context"]``. ``None``
-            makes the model one of whole sequences again.
-        order: which tokens a process has, as of ``structattn.parallel.context_parallel``: ``"contiguous"`` (default), or ``"head-tail"``, which
-            evens the work, and is the order of PyTorch's ``context_parallel``.
+        model: from ``structurize``, or with an attention of ``register_attention``; changed in place. Wrap it
+            afterwards (DDP, FSDP, PEFT).
+        mesh: of one dimension, whose processes divide the sequences; in a mesh of more dimensions take one,
+            as ``mesh["context"]``. ``None`` makes the model one of whole sequences again.
+        order: which tokens a process has, as of ``structattn.parallel.context_parallel``: ``"contiguous"``
+            (default), or ``"head-tail"``, which evens the work, and is the order of PyTorch's
+            ``context_parallel``.
 
     Returns:
         The model.
 
     Raises:
-        ConfigError: a model with another attention, with layers that carry a state from token to token, or that takes no ``position_ids``;
-            or another mesh. Calls of the model raise it for what a divided sequence does not have: a cache, padding, dropout.
+        ConfigError: a model with another attention, with layers that carry a state from token to token, or
+            that takes no ``position_ids``; or another mesh. Calls of the model raise it for what a divided
+            sequence does not have: a cache, padding, dropout.
 
     Cost: see ``structattn.parallel.context_parallel``, in each layer.
     """
@@ -57,14 +61,16 @@ def _check(model: PreTrainedModel) -> None:
     name = type(model).__name__
     if isinstance(model, StructAttnPreTrainedModel):
         raise ConfigError(
-            f"{name} counts positions by itself, so that its sequences cannot be divided: train a structattn.LanguageModel with a SequenceShard"
+            f"{name} counts positions by itself, so that its sequences cannot be divided: train a "
+            "structattn.LanguageModel with a SequenceShard"
         )
     asked = model.config._attn_implementation
     if not isinstance(model, StructurizedModel) and not isinstance(
         AttentionInterface().get(asked), RegisteredAttention
     ):
         raise ConfigError(
-            f"{name} has the attention {quoted(str(asked))}, which does not exchange keys: call structurize(), or set an attention of "
+            f"{name} has the attention {quoted(str(asked))}, which does not exchange keys: call structurize(), or set "
+            "an attention of "
             "register_attention()"
         )
     attentions = sum(isinstance(module, StructuredAttention) for module in model.modules())
@@ -73,7 +79,8 @@ def _check(model: PreTrainedModel) -> None:
     is_hybrid = isinstance(model, StructurizedModel) and attentions != config.num_hidden_layers
     if kinds or is_hybrid or getattr(model, "_is_stateful", False):
         raise ConfigError(
-            f"{name} has layers of {', '.join(sorted(kinds)) or 'another kind'}, which need the tokens of other processes too: sequences can be "
+            f"{name} has layers of {', '.join(sorted(kinds)) or 'another kind'}, which need the tokens of other "
+            "processes too: sequences can be "
             "divided where all layers have attention"
         )
     if "position_ids" not in inspect.signature(model.forward).parameters:

@@ -1,7 +1,8 @@
-"""One sequence over many processes: each calls the model with its own tokens, and attention exchanges the levels that they share.
+"""One sequence over many processes: each calls the model with its own tokens, and attention exchanges the
+levels that they share.
 
-All that is not attention looks at single tokens, at their positions and labels: a process needs those of its own tokens, which
-``sequence_shard`` cuts out of a batch.
+All that is not attention looks at single tokens, at their positions and labels: a process needs those of its
+own tokens, which ``sequence_shard`` cuts out of a batch.
 """
 
 from __future__ import annotations
@@ -16,11 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from structattn.checks import check_tensor, check_type, quoted
 from structattn.errors import ConfigError, ShapeError
 from structattn.integrations.transformers.attention.arguments import TERMS, check_arguments
-from structattn.integrations.transformers.attention.next_token import Reorder
+from structattn.integrations.transformers.attention.call import AttentionCall
 from structattn.integrations.transformers.caches.layer_cache import PendingStates
 from structattn.integrations.transformers.masks.call_masks import check_lengths, checked_mask
 from structattn.integrations.transformers.masks.structured_mask import read_packing
-from structattn.integrations.transformers.variant import Variant
 from structattn.layers.checks import check_fits
 from structattn.layout.shards import Order
 from structattn.parallel.agreement import agreed_lengths
@@ -61,44 +61,36 @@ def mark(model: nn.Module, mesh: DeviceMesh | None, order: Order) -> None:
             module.__dict__[_ATTRIBUTE] = division
 
 
-def attend_shard(
-    module: nn.Module,
-    variant: Variant,
-    reorder: Reorder,
-    query: Tensor,
-    key: Tensor | PendingStates,
-    value: Tensor | PendingStates,
-    attention_mask: object,
-    dropout: float,
-    scaling: float | None,
-    arguments: dict[str, Any],
-) -> tuple[Tensor, None]:
-    """As ``interface.attend``, of the tokens of this process; ``attention_mask`` may be ``None`` where the module is causal.
+def attend_shard(call: AttentionCall) -> tuple[Tensor, None]:
+    """As ``interface.attend``, of the tokens of this process; ``attention_mask`` may be ``None`` where the
+    module is causal.
 
     Raises:
-        ConfigError: a cache, dropout, padding, or another thing that attention over a divided sequence does not have.
+        ConfigError: a cache, dropout, padding, or another thing that attention over a divided sequence does
+            not have.
     """
-    name = type(module).__name__
+    module, variant, reorder, query, key, value, attention_mask, dropout, scaling, arguments = call
+    name = call.name
     if isinstance(key, PendingStates) or isinstance(value, PendingStates):
         raise ConfigError(f"{name} has tokens of one process only, and a cache needs all: pass use_cache=False")
     if dropout > 0:
         raise ConfigError(
-            f"attention over a divided sequence has no dropout, got {dropout}: set that of the config (attention_dropout, attn_pdrop) to 0"
+            f"attention over a divided sequence has no dropout, got {dropout}: set that of the config "
+            "(attention_dropout, attn_pdrop) to 0"
         )
     if variant.backend != "auto":
         raise ConfigError(
             f"attention over a divided sequence chooses its backend: register 'auto', got {variant.backend!r}"
         )
     check_arguments(module, arguments, TERMS)
-    is_causal = arguments.get("is_causal")
-    if is_causal is None:
-        is_causal = getattr(module, "is_causal", None)
+    is_causal = call.is_causal
     window = arguments.get("sliding_window")
     if attention_mask is not None or not is_causal:
         mask = checked_mask(attention_mask, module, query, key, is_causal)
         if mask.pairs is not None or mask.padding_counts is not None:
             raise ConfigError(
-                "attention over a divided sequence takes no mask and no padding: give rows of real tokens, and leave attention_mask away"
+                "attention over a divided sequence takes no mask and no padding: give rows of real tokens, and leave "
+                "attention_mask away"
             )
         if mask.chunk_size is not None:
             raise ConfigError(f"{name} has chunks of {mask.chunk_size} tokens, which a divided sequence does not know")
@@ -108,7 +100,6 @@ def attend_shard(
     check_fits(variant.layout, query.shape[-1], value.shape[-1])
     k, q = (reorder(x).to(value.dtype) for x in (key, query))
     q, scale = variant.scaled(q, scaling)
-    terms = {own: arguments[given] for given, own in TERMS.items() if arguments.get(given) is not None}
     division: _Division = module.__dict__[_ATTRIBUTE]
     out = division.attention(variant.layout)(
         q,
@@ -118,16 +109,18 @@ def attend_shard(
         scale=scale,
         window=variant.window,
         cu_seqlens=arguments.get("cu_seq_lens_q"),
-        **terms,
+        **call.terms,
     )
     return out.transpose(1, 2).contiguous(), None
 
 
 def check_call(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-    """Before a model with divided sequences computes: raises in all processes for what would be wrong of a shard without any sign of it.
+    """Before a model with divided sequences computes: raises in all processes for what would be wrong of a
+    shard without any sign of it.
 
     Raises:
-        ConfigError: ``position_ids`` or ``shift_labels`` are missing, or the positions of the processes are not those of one sequence.
+        ConfigError: ``position_ids`` or ``shift_labels`` are missing, or the positions of the processes are
+            not those of one sequence.
     """
     if not has_shards(module):
         return
@@ -147,7 +140,8 @@ def check_call(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, A
     found = positions - held
     if bool((found != found[:, :1]).any()):
         error = ConfigError(
-            f"position_ids must be those of the tokens that this process has in {division.order!r} order, as sequence_shard gives them; packed "
+            f"position_ids must be those of the tokens that this process has in {division.order!r} order, as "
+            "sequence_shard gives them; packed "
             "sequences need cu_seq_lens_q, counted in the whole row"
         )
     agreed_lengths(processes, device, length, {"position_ids of the first token in all": int(found[0, 0])}, error)
@@ -157,12 +151,14 @@ def _error_of(positions: object, named: dict[str, Any]) -> ConfigError | None:
     """What is missing among the arguments of this process."""
     if not isinstance(positions, Tensor) or positions.dim() != 2 or not positions.numel():
         return ConfigError(
-            "a process does not know where its tokens are in the sequence: give position_ids (batch, tokens), counted in the whole one, as "
+            "a process does not know where its tokens are in the sequence: give position_ids (batch, tokens), counted "
+            "in the whole one, as "
             "sequence_shard does"
         )
     if named.get("labels") is not None and named.get("shift_labels") is None:
         return ConfigError(
-            "the label of the last token of a shard is in another one: give shift_labels, shifted before the sequence is divided, as "
+            "the label of the last token of a shard is in another one: give shift_labels, shifted before the sequence "
+            "is divided, as "
             "sequence_shard does"
         )
     return None
@@ -171,17 +167,18 @@ def _error_of(positions: object, named: dict[str, Any]) -> ConfigError | None:
 def sequence_shard(batch: Mapping[str, Tensor], mesh: DeviceMesh, *, order: Order = "contiguous") -> dict[str, Any]:
     """The arguments of a model for the tokens of this process, of a batch that all processes have.
 
-    The loss of a model, from ``labels``, is the part of this process: the sum over the processes is the loss of the batch, and the sum of
-    their gradients its gradient.
+    The loss of a model, from ``labels``, is the part of this process: the sum over the processes is the loss
+    of the batch, and the sum of their gradients its gradient.
 
     Args:
-        batch: ``input_ids`` (B, T); where wanted ``labels`` (B, T), not shifted, -100 for those without a loss; ``position_ids`` (1 or B, T),
-            by default 0 ... T - 1, which start again where sequences are packed in one row; and an ``attention_mask`` without padding.
+        batch: ``input_ids`` (B, T); where wanted ``labels`` (B, T), not shifted, -100 for those without a
+            loss; ``position_ids`` (1 or B, T), by default 0 ... T - 1, which start again where sequences are
+            packed in one row; and an ``attention_mask`` without padding.
         mesh, order: as ``shard_sequences`` got them.
 
     Returns:
-        ``input_ids``, ``position_ids`` and ``use_cache=False``; with labels also ``labels``, ``shift_labels`` and ``num_items_in_batch``; with
-        packed sequences ``cu_seq_lens_q``.
+        ``input_ids``, ``position_ids`` and ``use_cache=False``; with labels also ``labels``, ``shift_labels``
+        and ``num_items_in_batch``; with packed sequences ``cu_seq_lens_q``.
 
     Raises:
         ConfigError: another entry, padding, or fewer tokens than processes.

@@ -1,1 +1,3 @@
-"""Structured attention in trained models of transformers: their classes, the saved record, and the conversion."""
+"""Structured attention in trained models of transformers: their classes, the saved record, and the
+conversion.
+"""

@@ -1,4 +1,6 @@
-"""The config and model classes of structurized models: those of transformers, with a record of the structure."""
+"""The config and model classes of structurized models: those of transformers, with a record of the
+structure.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ from structattn.layers.checks import check_fits
 from structattn.layers.rotary_order import Rotation
 from structattn.spec.attention import parse_spec
 
-# Version 0.1 did not record these two: its models were of these attention classes, and rotated all pairs (i, i + D / 2) or none.
+# Version 0.1 did not record these two: its models were of these attention classes, and rotated all pairs (i,
+# i + D / 2) or none.
 _OLD_ATTENTION = {
     "structattn_llama": "LlamaAttention",
     "structattn_qwen2": "Qwen2Attention",
@@ -57,10 +60,13 @@ class StructureRecord:
         context_length: from which blocks are halved.
         rotary_split: ``None`` for models without rotary positions; ``"calibrated"``: see ``pair_orders``.
         attention: name of the attention class of transformers.
-        rotations: rotary pairs of each layer, as ``Rotation`` writes them; ``None`` for layers that rotate nothing.
-        keys_of: number of the layer whose keys each layer scores; ``None`` where it has keys of its own. Recorded where there are any.
-        pair_orders: for each layer and key head the rotary pairs in the order of the levels, where they are calibrated. They are part of the
-            config, as the specs are: the weights remain those of the plain model, in names and order.
+        rotations: rotary pairs of each layer, as ``Rotation`` writes them; ``None`` for layers that rotate
+            nothing.
+        keys_of: number of the layer whose keys each layer scores; ``None`` where it has keys of its own.
+            Recorded where there are any.
+        pair_orders: for each layer and key head the rotary pairs in the order of the levels, where they are
+            calibrated. They are part of the config, as the specs are: the weights remain those of the plain
+            model, in names and order.
     """
 
     specs: tuple[str | None, ...]
@@ -99,7 +105,8 @@ class StructureRecord:
                 Rotation.parse(rotation)
         if split is None and any(rotations):
             raise ConfigError(
-                f"config.structattn['rotary_split'] is null, but the queries of this model have rotary positions, {rotations}"
+                "config.structattn['rotary_split'] is null, but the queries of this model have rotary positions, "
+                f"{rotations}"
             )
         if not isinstance(attention, str):
             raise ConfigError(
@@ -161,7 +168,8 @@ def _keys_of(given: Any, specs: Sequence[str | None], rotations: Sequence[str | 
             )
         if specs[layer] != specs[source] or rotations[layer] != rotations[source]:
             raise ConfigError(
-                f"layer {layer} scores the keys of layer {source}, so that both need one spec: got {specs[layer]} and {specs[source]}"
+                f"layer {layer} scores the keys of layer {source}, so that both need one spec: got {specs[layer]} and "
+                f"{specs[source]}"
             )
     return tuple(given)
 
@@ -174,7 +182,9 @@ class StructurizedConfig(OwnErrors, ReturnsWeights, SelfLoadingConfig):
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        """False: the fields are those of transformers' own config, which 5.17 would rename in the configs of other packages."""
+        """False: the fields are those of transformers' own config, which 5.17 would rename in the configs of
+        other packages.
+        """
         return False
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -191,7 +201,9 @@ _STATIC_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
 
 
 class StructurizedModel(StructuredModelMixin):
-    """A mixin that precedes the model class of a family: its attention modules get their structure when it is made."""
+    """A mixin that precedes the model class of a family: its attention modules get their structure when it is
+    made.
+    """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         self.claim(config, IMPLEMENTATION)
@@ -209,15 +221,16 @@ class StructurizedModel(StructuredModelMixin):
         wanted = {layer for layer, spec in enumerate(record.specs) if spec is not None}
         if len(set(layers)) != len(layers) or not wanted <= set(layers) <= set(range(len(record.specs))):
             raise ConfigError(
-                f"config.structattn['specs'] structures the layers {sorted(wanted)}, and those of this model with a {quoted(record.attention)} are {layers}"
+                f"config.structattn['specs'] structures the layers {sorted(wanted)}, and those of this model with a "
+                f"{quoted(record.attention)} are {layers}"
             )
         check_frequencies(self)  # type: ignore[arg-type]
         install(self, dict(zip(layers, modules, strict=True)), record)
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        """False where the family is one of transformers: parts of other packages that have no parameters are not initialized again after
-        loading, and some write buffers there that are not saved."""
+        """False where the family is one of transformers: parts of other packages that have no parameters are
+        not initialized again after loading, and some write buffers there that are not saved."""
         plain = next(
             base
             for base in cls.__mro__
@@ -226,19 +239,23 @@ class StructurizedModel(StructuredModelMixin):
         return bool(plain.is_custom_code())  # type: ignore[attr-defined]
 
     def attention_layers(self) -> list[int]:
-        """See ``StructuredModelMixin``: hybrid models have other layers too. An early exit lowers the number of layers for a moment."""
+        """See ``StructuredModelMixin``: hybrid models have other layers too. An early exit lowers the number
+        of layers for a moment.
+        """
         modules = [module for module in self.modules() if isinstance(module, StructuredAttention)]  # type: ignore[attr-defined]
         layers = [module.layer_idx for module in modules if module.structure.has_keys]
         return [layer for layer in layers if layer < self.config.num_hidden_layers]  # type: ignore[attr-defined]
 
     def check_loaded(self, info: dict[str, Any]) -> None:
-        """See ``StructuredModelMixin``: no weight is missing, except of a head that the checkpoint does not have. Weights that version 0.1
-        stored in the order of the levels are converted to the order of the model."""
+        """See ``StructuredModelMixin``: no weight is missing, except of a head that the checkpoint does not
+        have. Weights that version 0.1 stored in the order of the levels are converted to the order of the
+        model."""
         is_saved_class = type(self).__name__ in (self.config.architectures or ())  # type: ignore[attr-defined]
         body = "" if is_saved_class or self is self.base_model else f"{self.base_model_prefix}."  # type: ignore[attr-defined]
         if missing := sorted(key for key in info["missing_keys"] if key.startswith(body)):
             raise CheckpointError(
-                f"expected all weights of a {type(self).__name__}, got none of {first_keys(missing)}: the checkpoint is damaged, or of another model"
+                f"expected all weights of a {type(self).__name__}, got none of {first_keys(missing)}: the checkpoint "
+                "is damaged, or of another model"
             )
         if any(key.endswith(f".{OLD_ORDER}") for key in info["unexpected_keys"]):
             for module in self.modules():  # type: ignore[attr-defined]
@@ -247,7 +264,8 @@ class StructurizedModel(StructuredModelMixin):
 
 
 def install(model: PreTrainedModel, modules: Mapping[int, torch.nn.Module], record: StructureRecord) -> None:
-    """Gives the attention modules of layers their structure and our classes, and the model ours. Weights stay as they are.
+    """Gives the attention modules of layers their structure and our classes, and the model ours. Weights stay
+    as they are.
 
     Raises:
         ConfigError: the record does not fit a module; nothing is changed then.
@@ -271,13 +289,16 @@ def install(model: PreTrainedModel, modules: Mapping[int, torch.nn.Module], reco
 
 
 def check_frequencies(model: torch.nn.Module) -> None:
-    """Raises ``ConfigError`` unless the model's rotary frequencies are the same for every length of the text."""
+    """Raises ``ConfigError`` unless the model's rotary frequencies are the same for every length of the
+    text.
+    """
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         for kind in kinds.values() if isinstance(kinds, dict) else (kinds,):
             if kind is not None and kind not in _STATIC_ROPE:
                 raise ConfigError(
-                    f"rope_type {quoted(kind)} of {type(model).__name__} changes the frequencies with the length of the text, and cached keys would keep the old ones; "
+                    f"rope_type {quoted(kind)} of {type(model).__name__} changes the frequencies with the length of "
+                    "the text, and cached keys would keep the old ones; "
                     f"supported: {', '.join(_STATIC_ROPE)}"
                 )
 
@@ -303,7 +324,8 @@ def structurized_config(kind: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
 
 
 def structurized_class(kind: type[PreTrainedModel], config: type[PreTrainedConfig]) -> type[PreTrainedModel]:
-    """Our class for a model class of transformers with a config class, made once: some families only have a config of their own.
+    """Our class for a model class of transformers with a config class, made once: some families only have a
+    config of their own.
 
     Args:
         kind: the model class.
@@ -325,13 +347,17 @@ def structurized_class(kind: type[PreTrainedModel], config: type[PreTrainedConfi
 
 
 def _read_as(own: str, plain: str) -> None:
-    """Saved weights of ``own``, a model type or a class, have the names and shapes that transformers gives those of ``plain``: experts one by one, for example."""
+    """Saved weights of ``own``, a model type or a class, have the names and shapes that transformers gives
+    those of ``plain``: experts one by one, for example.
+    """
     if mapping := get_checkpoint_conversion_mapping(plain):
         register_checkpoint_conversion_mapping(own, mapping, overwrite=True)
 
 
 def class_named(name: str) -> type | None:
-    """Our config or model class of a name such as ``StructAttnLlamaForCausalLM``, if that without ``StructAttn`` is one of transformers."""
+    """Our config or model class of a name such as ``StructAttnLlamaForCausalLM``, if that without
+    ``StructAttn`` is one of transformers.
+    """
     rest = name.removeprefix(_CLASS_PREFIX)
     plain = getattr(transformers, rest, None) if rest != name else None
     if isinstance(plain, type) and issubclass(plain, PreTrainedConfig):
@@ -353,7 +379,8 @@ def saved_class(config: PreTrainedConfig, names: Sequence[str]) -> type[PreTrain
 
 
 def _register_later(model_type: str, name: str) -> None:
-    """Registers a family with ``AutoConfig`` under the name of its config class, which is only made when a config of it is read.
+    """Registers a family with ``AutoConfig`` under the name of its config class, which is only made when a
+    config of it is read.
 
     Importing the classes of all families at once would take seconds.
     """

@@ -1,10 +1,11 @@
-"""What attention modules of transformers get in a structurized model: a layout in their score and a compressed cache."""
+"""What attention modules of transformers get in a structurized model: a layout in their score and a
+compressed cache.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -16,8 +17,8 @@ from structattn.cache.numbers import NumberedLayer
 from structattn.checks import quoted
 from structattn.errors import CheckpointError, ConfigError
 from structattn.integrations.transformers.attention.adapters import adapted_class
+from structattn.integrations.transformers.attention.call import AttentionCall, Reorder
 from structattn.integrations.transformers.attention.interface import attend, attend_packed
-from structattn.integrations.transformers.attention.next_token import Reorder
 from structattn.integrations.transformers.attention.registration import register
 from structattn.integrations.transformers.caches.model_cache import given_packed_cache, level_cache_layer, of_decoder
 from structattn.integrations.transformers.masks.mask_functions import structured_mask
@@ -46,7 +47,8 @@ class Structure:
 
     Attributes:
         variant: layout and window.
-        order: the model's dimension at each position in the order of the levels; ``None`` where they are the same.
+        order: the model's dimension at each position in the order of the levels; ``None`` where they are the
+            same.
         head_orders: the same for each key head, where they differ; empty where they do not.
         has_keys: the layer makes and caches keys; otherwise it scores those of another layer.
     """
@@ -65,8 +67,8 @@ class Structure:
         *,
         has_keys: bool = True,
     ) -> Structure:
-        """That of a variant in a layer with these rotary pairs; ``split`` is a rule, or the order of the pairs of each key head,
-        of single dimensions where nothing is rotated.
+        """That of a variant in a layer with these rotary pairs; ``split`` is a rule, or the order of the
+        pairs of each key head, of single dimensions where nothing is rotated.
 
         Raises:
             ConfigError: a rank is odd.
@@ -126,7 +128,8 @@ class HeadOrders:
                 self._by_device[x.device] = index
         if x.shape[1] % len(self.orders):
             raise ConfigError(
-                f"the calibrated order of dimensions is of {len(self.orders)} key heads, and this call has {x.shape[1]}: tensor parallelism, which "
+                f"the calibrated order of dimensions is of {len(self.orders)} key heads, and this call has "
+                f"{x.shape[1]}: tensor parallelism, which "
                 "splits heads, needs rotary_split='low_far' or 'interleaved'"
             )
         index = index.repeat_interleave(x.shape[1] // len(self.orders), dim=0)
@@ -138,9 +141,11 @@ class HeadOrders:
 
 
 class StructuredAttention(NumberedLayer):
-    """A mixin that precedes an attention class of transformers. Its projections, norms and rotary positions stay what they are.
+    """A mixin that precedes an attention class of transformers. Its projections, norms and rotary positions
+    stay what they are.
 
-    Queries and keys reach the score after all of these; there their dimensions are put in the order of the levels.
+    Queries and keys reach the score after all of these; there their dimensions are put in the order of the
+    levels.
     """
 
     config: Any
@@ -161,7 +166,8 @@ class StructuredAttention(NumberedLayer):
         """
         if (asked := self.config._attn_implementation) != IMPLEMENTATION:
             raise ConfigError(
-                f"the attention of this model is given by its config, and its attn_implementation was changed to {quoted(asked)}: set it "
+                "the attention of this model is given by its config, and its attn_implementation was changed to "
+                f"{quoted(asked)}: set it "
                 f"back to {IMPLEMENTATION!r}"
             )
         for given in (*args, *kwargs.values()):
@@ -191,7 +197,8 @@ class StructuredAttention(NumberedLayer):
             return
         if not all(type(x) is nn.Linear and x.weight.is_floating_point() for x in (self.q_proj, self.k_proj)):
             raise CheckpointError(
-                "structattn 0.1 stored the rows of q_proj and k_proj in the order of the levels, and those of quantized weights cannot be put "
+                "structattn 0.1 stored the rows of q_proj and k_proj in the order of the levels, and those of "
+                "quantized weights cannot be put "
                 "back: load the model without quantization, save it, and quantize that"
             )
         parameters = dict(self.named_parameters())
@@ -233,22 +240,23 @@ def _attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The attention function of structurized models; arguments as transformers' ``AttentionInterface`` gives them.
+    """The attention function of structurized models; arguments as transformers' ``AttentionInterface`` gives
+    them.
 
     Raises:
         ConfigError: the module is of no structurized model; see ``attend``.
     """
     if not isinstance(module, StructuredAttention):
         raise ConfigError(
-            f"attn_implementation={IMPLEMENTATION!r} belongs to models that structurize() changed, and {type(module).__name__} is of "
+            f"attn_implementation={IMPLEMENTATION!r} belongs to models that structurize() changed, and "
+            f"{type(module).__name__} is of "
             "none: use register_attention() and its name"
         )
-    own: Callable[..., tuple[Tensor, Tensor | None]] = attend_shard if has_shards(module) else attend
+    variant, reorder = module.structure.variant, module.reorder
+    call = AttentionCall(module, variant, reorder, query, key, value, attention_mask, dropout, scaling, kwargs)
     if (cache := given_packed_cache()) is not None:
-        own = partial(attend_packed, cache=cache)
-    return own(
-        module, module.structure.variant, module.reorder, query, key, value, attention_mask, dropout, scaling, kwargs
-    )
+        return attend_packed(call, cache=cache)
+    return attend_shard(call) if has_shards(module) else attend(call)
 
 
 register(IMPLEMENTATION, _attention, structured_mask)

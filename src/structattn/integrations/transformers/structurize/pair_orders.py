@@ -1,4 +1,6 @@
-"""Which level gets which rotary pairs in structurized models: by a rule, or in an order of each key head that a calibration gave."""
+"""Which level gets which rotary pairs in structurized models: by a rule, or in an order of each key head that
+a calibration gave.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ def check_any_split(split: Any) -> AnySplit:
 def read_pair_orders(
     given: Any, specs: Sequence[str | None], rotations: Sequence[str | None], length: int, *, is_needed: bool
 ) -> tuple[tuple[tuple[int, ...], ...] | None, ...]:
-    """The entry ``pair_orders``, checked: texts such as ``"2 0 1"``, one for each key head of a layer with rotary pairs and levels.
+    """The entry ``pair_orders``, checked: texts such as ``"2 0 1"``, one for each key head of a layer with
+    rotary pairs and levels.
 
     Where nothing is rotated they may be orders of single dimensions.
     """

@@ -44,50 +44,56 @@ def structurize(
     context_length: int | None = None,
     calibration: Calibration | None = None,
 ) -> PreTrainedModel:
-    """Puts structured attention into a trained decoder of transformers; without a calibration its weights are kept.
+    """Puts structured attention into a trained decoder of transformers; without a calibration its weights are
+    kept.
 
-    With one level the logits are unchanged up to rounding. With several, pairs in one block of the deepest level
-    keep their scores, and farther ones lose the dimensions of the levels that they do not share: fine-tune the
-    model.
+    With one level the logits are unchanged up to rounding. With several, pairs in one block of the deepest
+    level keep their scores, and farther ones lose the dimensions of the levels that they do not share:
+    fine-tune the model.
 
-    No weight changes: when queries and keys are rotated, their dimensions are permuted so that the slice of every level holds whole
-    rotary pairs. Adapters of the original model fit, loaded before or after. The frequencies remain those of the model, with its
-    RoPE scaling for long contexts.
+    No weight changes: when queries and keys are rotated, their dimensions are permuted so that the slice of
+    every level holds whole rotary pairs. Adapters of the original model fit, loaded before or after. The
+    frequencies remain those of the model, with its RoPE scaling for long contexts.
 
-    With a calibration, levels keep what far tokens need most. With ``rotary_split="calibrated"`` each key head has its own order of
-    rotary pairs, applied after the rotation: level 1 gets those without which the output changes most. Hierarchical values (``values=``) get
-    the basis in which the dimensions that are dropped matter least, and so do queries and keys without rotary positions: these bases are
-    written into the projections, and the logits are unchanged until levels drop dimensions. Calibrated keys need specs with
-    ``scaling=standard``, the scale of the trained model at every distance: the default one would enlarge what is left of far scores by
-    sqrt(D / rank).
+    With a calibration, levels keep what far tokens need most. With ``rotary_split="calibrated"`` each key
+    head has its own order of rotary pairs, applied after the rotation: level 1 gets those without which the
+    output changes most. Hierarchical values (``values=``) get the basis in which the dimensions that are
+    dropped matter least, and so do queries and keys without rotary positions: these bases are written into
+    the projections, and the logits are unchanged until levels drop dimensions. Calibrated keys need specs
+    with ``scaling=standard``, the scale of the trained model at every distance: the default one would enlarge
+    what is left of far scores by sqrt(D / rank).
 
-    A pair could also be multiplied by a complex number c in queries and 1 / conj(c) in keys. That changes no score and no choice of pairs, so that
-    it is left out: it would only matter for caches of fewer bits.
+    A pair could also be multiplied by a complex number c in queries and 1 / conj(c) in keys. That changes no
+    score and no choice of pairs, so that it is left out: it would only matter for caches of fewer bits.
 
     Args:
         model: it is changed in place: its class, its config and its attention modules.
-        spec: a layout and a window, such as ``"mlr:32|16|16"``, ``"mlr:32|32,values=32|32"`` or ``"window:512"``; a list that is
-            repeated over the chosen layers, such as ``"[mlr:32|32,window:512]"``; or one per chosen layer.
+        spec: a layout and a window, such as ``"mlr:32|16|16"``, ``"mlr:32|32,values=32|32"`` or
+            ``"window:512"``; a list that is repeated over the chosen layers, such as
+            ``"[mlr:32|32,window:512]"``; or one per chosen layer.
         layers: numbers of the layers to change. Default: all.
-        rotary_split: ``"low_far"``: the global level gets the slowest frequencies; ``"interleaved"``: every level gets some of
-            the whole range; ``"calibrated"``: see above. No effect without rotary positions.
+        rotary_split: ``"low_far"``: the global level gets the slowest frequencies; ``"interleaved"``: every
+            level gets some of the whole range; ``"calibrated"``: see above. No effect without rotary
+            positions.
         context_length: from which blocks are halved. Default: ``config.max_position_embeddings``.
         calibration: of this model, from ``calibrate``. Default ``None``: no weight changes.
 
     Returns:
-        The model, now of a class such as ``StructAttnLlamaForCausalLM``. ``save_pretrained`` keeps the structure, and
-        ``from_pretrained`` of that class, ``load_structurized`` and the Auto classes restore it.
+        The model, now of a class such as ``StructAttnLlamaForCausalLM``. ``save_pretrained`` keeps the
+        structure, and ``from_pretrained`` of that class, ``load_structurized`` and the Auto classes restore
+        it.
 
     Raises:
-        ConfigError: the model is not of a supported class, or is structurized already; the spec asks for other weights; ranks are
-            odd (with rotary positions) or do not sum to the head dimension; both a layer and the spec have a window; the rotary
-            frequencies depend on the length; the calibration is missing, or of a model with other heads; or a basis would change
-            where values (or queries and keys) are not those of a linear layer, as with norms, adapters and quantized weights.
+        ConfigError: the model is not of a supported class, or is structurized already; the spec asks for
+            other weights; ranks are odd (with rotary positions) or do not sum to the head dimension; both a
+            layer and the spec have a window; the rotary frequencies depend on the length; the calibration is
+            missing, or of a model with other heads; or a basis would change where values (or queries and
+            keys) are not those of a linear layer, as with norms, adapters and quantized weights.
 
     Cost: of a forward pass, one more copy of queries and keys in each layer with levels.
 
-    Source: MHA2MLA (arXiv 2502.14837) and TransMLA (2502.07864) restructure rotary pairs and values for one latent vector;
-        KQ-SVD (2512.05916) for keys without rotary positions. Levels by distance are ours.
+    Source: MHA2MLA (arXiv 2502.14837) and TransMLA (2502.07864) restructure rotary pairs and values for one
+        latent vector; KQ-SVD (2512.05916) for keys without rotary positions. Levels by distance are ours.
     """
     check_type("model", model, PreTrainedModel, "a model of transformers")
     check_plain(model)
@@ -100,7 +106,8 @@ def structurize(
         raise ConfigError("rotary_split 'calibrated' needs calibration=calibrate(model, batches)")
     if old.get_text_config(decoder=True) is not old or not hasattr(old, "num_hidden_layers"):
         raise ConfigError(
-            f"{type(model).__name__} cannot be structurized: its decoder is one of several parts (with an encoder, images or sound) that have a config "
+            f"{type(model).__name__} cannot be structurized: its decoder is one of several parts (with an encoder, "
+            "images or sound) that have a config "
             "each; load a decoder alone"
         )
     check_frequencies(model)
@@ -110,7 +117,8 @@ def structurize(
         calibration.check(list(found.values()))
     if length is None:
         raise ConfigError(
-            f"the config of {type(model).__name__} has no max_position_embeddings to halve blocks from: give structurize a context_length"
+            f"the config of {type(model).__name__} has no max_position_embeddings to halve blocks from: give "
+            "structurize a context_length"
         )
     chosen = _chosen(layers, list(found))
     given: list[Any]
@@ -143,8 +151,10 @@ def structurize(
     for number, layout in layouts.items() if calibration is not None else ():
         if (split == CALIBRATED or rotations[number] is None) and layout.scaling != "standard":
             raise ConfigError(
-                f"calibrated keys keep the scale of the trained scores at every distance, and the spec of layer {number} has "
-                f"scaling={layout.scaling}: write {str(specs[number]).replace(f',scaling={layout.scaling}', '')},scaling=standard"
+                "calibrated keys keep the scale of the trained scores at every distance, and the spec of layer "
+                f"{number} has "
+                f"scaling={layout.scaling}: write "
+                f"{str(specs[number]).replace(f',scaling={layout.scaling}', '')},scaling=standard"
             )
     if split == CALIBRATED and calibration is not None:
         config.structattn["pair_orders"] = _pair_orders(calibration, layouts, old.num_hidden_layers)

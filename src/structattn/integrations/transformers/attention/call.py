@@ -1,0 +1,66 @@
+"""``AttentionCall``: what transformers hands to an attention function, as one value."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+from structattn.integrations.transformers.attention.arguments import TERMS
+from structattn.integrations.transformers.caches.layer_cache import PendingStates
+from structattn.integrations.transformers.variant import Variant
+
+
+class Reorder(Protocol):
+    """Puts the dimensions of queries and keys, (B, heads, T, D), in the order of the levels."""
+
+    def __call__(self, x: Tensor, /) -> Tensor: ...
+
+    @property
+    def index(self) -> Tensor | None:
+        """That order, as ``LevelCache.try_step`` takes it."""
+
+    def of_heads(self, first: int, end: int) -> Reorder:
+        """That of the key heads ``first`` to ``end - 1``, and of the query heads that read them."""
+
+
+class AttentionCall(NamedTuple):
+    """One call of the attention of a layer, as transformers' ``AttentionInterface`` defines it.
+
+    Attributes:
+        module: the attention module that calls.
+        variant: layout, window and backend; the window of the mask is added.
+        reorder: puts the dimensions of keys and queries in the order of the levels.
+        query: (B, H, T, D), rotated.
+        key, value: (B, G, S, D or V), or what a ``LevelCacheLayer`` returned: then only the new ones.
+        attention_mask: what ``structured_mask`` returned; ``None`` of an encoder that hides nothing.
+        dropout, scaling: of the model.
+        arguments: what else the model passed.
+    """
+
+    module: nn.Module
+    variant: Variant
+    reorder: Reorder
+    query: Tensor
+    key: Tensor | PendingStates
+    value: Tensor | PendingStates
+    attention_mask: object
+    dropout: float
+    scaling: float | None
+    arguments: dict[str, Any]
+
+    @property
+    def is_causal(self) -> bool | None:
+        """What the model says, else the module."""
+        is_causal = self.arguments.get("is_causal")
+        return getattr(self.module, "is_causal", None) if is_causal is None else is_causal
+
+    @property
+    def name(self) -> str:
+        """The class of the module, for messages."""
+        return type(self.module).__name__
+
+    @property
+    def terms(self) -> dict[str, Any]:
+        """The terms of the score that the model gives, by the names of ``ScoreTerms``."""
+        return {term: self.arguments[name] for name, term in TERMS.items() if self.arguments.get(name) is not None}

@@ -383,7 +383,8 @@ def test_convolutions_of_a_real_model() -> None:
         pytest.skip("this transformers does not know LFM2")
     config = transformers.Lfm2Config(
         vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, layer_types=["conv", "full_attention", "conv", "full_attention"],
+        num_key_value_heads=2, max_position_embeddings=64,
+        layer_types=["conv", "full_attention", "conv", "full_attention"],
     )  # fmt: skip
     torch.manual_seed(0)
     model = structurize(transformers.Lfm2ForCausalLM(config).double().eval(), "mlr:4|4@64|16").requires_grad_(False)

@@ -19,7 +19,7 @@ class UptrainCommand:
     teacher.
 
     Examples:
-      structattn uptrain MODEL --data books/ --compression 4 --tokens 50000000
+      structattn uptrain MODEL --data books/ --compression 4 --tokens 50000000 --out smaller
       structattn uptrain MODEL --data books/ --attention "mlr:32|16|16,values=32|16|16" --out smaller
     """
 

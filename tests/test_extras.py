@@ -91,5 +91,7 @@ def test_where_structattn_lab_comes_from(installed) -> None:
     installed(json.dumps({"url": "https://host/structattn", "vcs_info": {"vcs": "git", "commit_id": "abc"}}))
     expected = "structattn-lab @ git+https://host/structattn@abc#subdirectory=lab"
     assert shlex.split(extras.install_lab()) == ["pip", "install", expected]
+    installed(json.dumps({"url": "file:///a/dist/structattn-0.2.0-py3-none-any.whl", "archive_info": {}}))
+    assert extras.install_lab() == "pip install --find-links /a/dist structattn-lab"
     installed("")
     assert extras.install_lab() == "pip install structattn-lab"

@@ -37,6 +37,9 @@ def install_lab() -> str:
     url = _origin("structattn")
     if url is None:
         return "pip install structattn-lab"
+    if url.endswith((".whl", ".tar.gz")):  # a file, beside which that of structattn-lab usually is
+        folder = url.rpartition("/")[0].removeprefix("file://")
+        return f"pip install --find-links {shlex.quote(folder)} structattn-lab"
     folder = f"{url}#subdirectory=lab" if "+" in url.partition("://")[0] else f"{url}/lab"
     return f"pip install {shlex.quote(f'structattn-lab @ {folder}')}"
 

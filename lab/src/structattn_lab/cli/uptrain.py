@@ -20,7 +20,7 @@ class UptrainCommand:
 
     Examples:
       structattn uptrain MODEL --data books/ --compression 4 --tokens 50000000 --out smaller
-      structattn uptrain MODEL --data books --attention "mlr:32|16|16,values=32|16|16" --tokens 50000000 --out out
+      structattn uptrain MODEL --data books --attention "mlr:32|32,values=32|32" --tokens 50000000 --out out
     """
 
     model: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="MODEL")]]

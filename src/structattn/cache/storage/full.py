@@ -25,8 +25,8 @@ class FullPage(Page):
 
     def __init__(self, numbers: Tensor) -> None:
         with torch.inference_mode(False):  # else it could not be written to outside of that mode
-            self._page = numbers.clone() if numbers.is_inference() else numbers
-            self._flat = self._page.flatten(0, 1)  # the same memory
+            self._page = numbers
+            self._flat = numbers.flatten(0, 1)  # the same memory
         batch, heads, dim, slots = self._page.shape
         self._shape = batch, heads, dim, slots
 
@@ -37,7 +37,7 @@ class FullPage(Page):
 
     @classmethod
     def of(cls, numbers: Tensor) -> Self:
-        return cls(numbers)
+        return cls(_writable(numbers))
 
     @staticmethod
     def nbytes_of(shape: tuple[int, int, int, int], dtype: torch.dtype) -> int:
@@ -51,10 +51,10 @@ class FullPage(Page):
         return {"numbers": self._page.clone()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["numbers"])  # type: ignore[misc]
+        self.__init__(_writable(state["numbers"]))  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self.__class__(self._page.clone())
+        return self.of(self._page.clone())
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -102,3 +102,9 @@ class FullPage(Page):
     def selected(self, rows: Tensor) -> Self:
         with torch.inference_mode(False):  # as in `__init__`
             return self.__class__(self._page.index_select(0, rows.to(self._page.device)))
+
+
+def _writable(numbers: Tensor) -> Tensor:
+    """The tensor, or a copy of one of inference mode, which cannot be written to outside of it."""
+    with torch.inference_mode(False):
+        return numbers.clone() if numbers.is_inference() else numbers

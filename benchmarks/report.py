@@ -202,12 +202,10 @@ def markdown(result: dict[str, Any]) -> str:
         f"{number(ceilings['bytes_per_s'] / 1e9)} GB/s (large copy, read + written)",
         f"{result['repeats']} repeats, each of every variant of a group in shuffled order; disturbed by other "
         "programs: " + (", ".join(_disturbed(result)) or "none"),
-        "FLOP ratio: of the baseline "
-        "to the variant. Times faster: median of the ratios within a repeat. Saved: baseline less variant for one "
-        "call, below 0 where "
+        "FLOP ratio: of the baseline to the variant. Times faster: median of the ratios within a repeat. Saved: "
+        "baseline less variant for one call, below 0 where "
         "the variant takes more; ms: median of the differences within a repeat. Floor: the larger of FLOPs and fewest "
-        "bytes over "
-        "their ceilings. How to read: benchmarks/README.md",
+        "bytes over their ceilings. How to read: benchmarks/README.md",
     ]
     codes: dict[str, list[str]] = {}
     for row in result["rows"]:

@@ -257,8 +257,7 @@ def check_sequences(batch: int, left_padding: Any, cu_seqlens: Any) -> None:
         if batch != 1 or cu_seqlens.shape[0] < 2:
             raise ShapeError(
                 f"cu_seqlens holds the offsets of at least one sequence in one batch row: got {cu_seqlens.shape[0]} "
-                "offsets and "
-                f"batch {batch}"
+                f"offsets and batch {batch}"
             )
 
 

@@ -41,8 +41,7 @@ def server() -> Callable[..., None]:
     except ImportError as error:
         raise MissingDependencyError(
             "structattn.serve starts transformers.cli.serve.Serve, which transformers 5.17 to 5.24 have, and "
-            "transformers "
-            f"{transformers.__version__} has not ({error}): {install_command('serve')}"
+            f"transformers {transformers.__version__} has not ({error}): {install_command('serve')}"
         ) from error
 
     return Serve

@@ -267,8 +267,7 @@ class Contents:
             if x.dim() != 4 or x.shape[:3] != (self.shape.batch, count, store.dim) or x.dtype != self.shape.dtype:
                 raise CheckpointError(
                     f"tensor {name} must be {self.shape.dtype} of shape ({self.shape.batch}, {count}, {store.dim}, "
-                    f"slots), got {x.dtype} "
-                    f"{tuple(x.shape)}"
+                    f"slots), got {x.dtype} {tuple(x.shape)}"
                 )
             slots = min(store.page_size, store.page_size if store.longest is None else store.longest)
             check_memory(f"pages of {slots} tokens", x[..., :1].numel() * slots, x.dtype)
@@ -603,10 +602,8 @@ class Contents:
                 shortest -= 1
             raise CacheError(
                 f"cannot crop from {self.length} to {length} tokens: level {level.number} would need the positions "
-                "from "
-                f"{needed} on, and keeps those from {oldest} on; crop to a length of at least {shortest}, or reset() "
-                "and "
-                "start again"
+                f"from {needed} on, and keeps those from {oldest} on; crop to a length of at least {shortest}, or "
+                "reset() and start again"
             )
 
     def _lost(self, length: int) -> Iterator[tuple[Level, int, int]]:

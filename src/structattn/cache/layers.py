@@ -64,8 +64,7 @@ class LayerCaches(Sequence[OneLayerCache], CacheRows):
         if len({count for count in rows if count is not None}) > 1:
             raise CacheError(
                 f"the layers (and, last, the text) have different numbers of rows, {rows}: a layer was used without "
-                "the others; reset() "
-                "and start again"
+                "the others; reset() and start again"
             )
 
     @contextmanager

@@ -213,8 +213,7 @@ class LevelCache(OneLayerCache):
             if self._layer() is not layer:
                 raise ConfigError(
                     f"the cache is of another layer: it was made or filled by another {type(layer).__name__}, whose "
-                    "keys this one "
-                    "cannot use; make one with new_cache(), and give each layer its own"
+                    "keys this one cannot use; make one with new_cache(), and give each layer its own"
                 )
         elif self.latent is not None and not alike(self.latent, getattr(layer, "latent", None)):
             raise ConfigError(
@@ -338,8 +337,8 @@ class LevelCache(OneLayerCache):
         if (length := self._kept_length()) != num_past:
             raise CacheError(
                 f"the cache holds {length} tokens, and the compiled program counts {num_past} before the new ones: a "
-                "call of the model broke off, "
-                "or a layer was used without the others; reset() it and give all tokens again"
+                "call of the model broke off, or a layer was used without the others; reset() it and give all tokens "
+                "again"
             )
         self._count.tokens = num_past
         try:

@@ -33,8 +33,7 @@ def checked_shape(q: Tensor | None, k: Tensor, v: Tensor, latent: Latent | None)
         if len(shape) != 4 or not shape[1] or not shape[3] or not x.is_floating_point():
             raise ShapeError(
                 f"{name} must be floating point of shape (batch, heads, length, dim), with at least 1 head and dim, "
-                f"got {x.dtype} "
-                f"{tuple(x.shape)}"
+                f"got {x.dtype} {tuple(x.shape)}"
             )
     (batch, key_heads, length, key_dim), dtype, device = k.shape, taken_dtype(k), k.device
     for name, x in given:

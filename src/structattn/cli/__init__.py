@@ -15,7 +15,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     Returns:
         The exit status: 0; 2 after an error, printed in one line to stderr; 1 if the reader of a pipe has
-        left; 130 after Ctrl-C, 143 after SIGTERM.
+        left; 130 after Ctrl-C; with structattn-lab, 143 after SIGTERM.
     """
     from structattn.cli.call import call
     from structattn.cli.session import Session

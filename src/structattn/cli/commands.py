@@ -97,8 +97,7 @@ def run(session: Session, at_once: object = None) -> None:
     if named and named[0] not in COMMANDS:
         raise ConfigError(
             f"unknown command {named[0]!r}: {nearest_name(named[0], COMMANDS)}. structattn-lab, which is not "
-            "installed, "
-            f"has the commands that train, compare and measure: {install_lab()}"
+            f"installed, has the commands that train, compare and measure: {install_lab()}"
         )
     parser = _Parser(
         prog="structattn",

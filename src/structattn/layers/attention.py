@@ -192,8 +192,7 @@ class Attention(AttentionLayer, NumberedLayer):
         if source.shape[0] != x.shape[0] or taken_dtype(source) != taken_dtype(x) or source.device != x.device:
             raise ShapeError(
                 f"x and context must be of one batch size, dtype and device, got {tuple(x.shape)} {x.dtype} on "
-                f"{x.device} and "
-                f"{tuple(source.shape)} {source.dtype} on {source.device}"
+                f"{x.device} and {tuple(source.shape)} {source.dtype} on {source.device}"
             )
         if positions is not None:
             check_tensor("positions", positions)

@@ -240,8 +240,7 @@ def attention_function(
         if spec.scoring != LowRank() or spec.num_heads is not None or isinstance(spec.layout, TextLayout):
             raise ConfigError(
                 "a function of queries and keys has a layout of blocks and a window only, and the spec "
-                f"{quoted(str(spec))} asks for "
-                "more: sa.Attention.from_spec makes a module of it"
+                f"{quoted(str(spec))} asks for more: sa.Attention.from_spec makes a module of it"
             )
         if window is not None:
             raise ConfigError(

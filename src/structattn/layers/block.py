@@ -110,8 +110,7 @@ class TransformerBlock(nn.Module):
         if not isinstance(attention, Attention):
             raise ConfigError(
                 f"{type(attention).__name__} computes whole sequences, which processes cannot divide: choose attention "
-                "with a scoring and a layout, "
-                "such as standard or mlr, or leave sequences whole"
+                "with a scoring and a layout, such as standard or mlr, or leave sequences whole"
             )
         check_shard(attention.layout, attention.backend, attention.dropout if attention.training else 0.0)
 

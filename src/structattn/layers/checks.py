@@ -38,8 +38,7 @@ def check_kv_heads(num_kv_heads: object) -> None:
     if not (num_kv_heads is None or is_int(num_kv_heads)):
         raise ConfigError(
             f"num_kv_heads, the third argument, must be an int or None, got {describe(num_kv_heads)}; give options "
-            "such as "
-            "dropout by name"
+            "such as dropout by name"
         )
 
 
@@ -85,8 +84,7 @@ def check_shard(layout: Layout | TextLayout | None, backend: str, dropout: float
     if isinstance(layout, GlobalWindowLayout | TextLayout):
         raise ConfigError(
             f"processes can divide the sequence of a LevelLayout or of none, got {layout}: choose another spec, such "
-            "as mlr or sliding, or leave "
-            "sequences whole"
+            "as mlr or sliding, or leave sequences whole"
         )
     if backend != "auto":
         raise ConfigError(
@@ -109,8 +107,7 @@ def check_cache(cache: object, layer: nn.Module, layout: Layout | TextLayout | N
     if not _has_levels_of(cache, layout) or cache.window != window:
         raise ConfigError(
             f"the cache is of another layer: expected layout {layout} and window {window}, got "
-            f"{cache.text or cache.layout} and "
-            f"{cache.window}; make it with new_cache()"
+            f"{cache.text or cache.layout} and {cache.window}; make it with new_cache()"
         )
     if isinstance(cache, LevelCache):
         cache.check_layer(layer)

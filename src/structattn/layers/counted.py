@@ -43,7 +43,6 @@ def counted_flops(layer: nn.Module, width: int, num_tokens: int) -> int:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ConfigError(
             f"the FLOPs of {type(layer).__name__} are counted in a forward pass on the meta device, which fails: "
-            f"{reason}. Correct the layer, "
-            "or define its cost(num_queries)"
+            f"{reason}. Correct the layer, or define its cost(num_queries)"
         ) from error
     return counter.get_total_flops()

@@ -130,8 +130,7 @@ class AttentionLayer(nn.Module):
         if embed_dim % num_heads or num_heads % groups:
             raise ConfigError(
                 f"num_heads must divide embed_dim, and num_kv_heads num_heads: got embed_dim {embed_dim}, num_heads "
-                f"{num_heads} and "
-                f"num_kv_heads {groups}"
+                f"{num_heads} and num_kv_heads {groups}"
             )
         self.embed_dim = embed_dim
         self.num_heads = num_heads

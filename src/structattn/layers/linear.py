@@ -41,8 +41,8 @@ class ComputedWeight(Tensor):
         if any(isinstance(value, cls) for value in (*written, kwargs.get("out"))):
             raise ConfigError(
                 f"the weight of a StructuredLinear is computed from its factors, so that {name} on it changes nothing: "
-                "use "
-                "reset_parameters(), or give StructuredLinear a matrix, such as matrices.fit(weight, like=...).matrix"
+                "use reset_parameters(), or give StructuredLinear a matrix, such as matrices.fit(weight, "
+                "like=...).matrix"
             )
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **kwargs)
@@ -115,8 +115,7 @@ class StructuredLinear(nn.Module):
             if found != (out_features, in_features, ()):
                 raise ConfigError(
                     f"StructuredLinear {in_features} -> {out_features} needs one {out_features} x {in_features} "
-                    "matrix, got "
-                    f"{found[0]} x {found[1]} with batch_shape {found[2]}"
+                    f"matrix, got {found[0]} x {found[1]} with batch_shape {found[2]}"
                 )
             self.matrix = structure
         else:
@@ -275,8 +274,7 @@ def _check_replaceable(name: str, layer: nn.Linear, owners: dict[int, set[int]])
     if type(layer.weight) is not nn.Parameter:
         raise ConfigError(
             f"the weight of {name} is a {type(layer.weight).__name__}, no plain parameter: replace layers before the "
-            "model is "
-            f"distributed or quantised, {keep}"
+            f"model is distributed or quantised, {keep}"
         )
     if len(owners[id(layer.weight)]) > 1:
         raise ConfigError(f"the weight of {name} is shared with another module: untie it first, {keep}")

@@ -318,8 +318,7 @@ class RotaryEmbedding(nn.Module):
         if x.dim() != 4 or x.shape[-1] != self.head_dim or not x.is_floating_point() or x.element_size() == 1:
             raise ShapeError(
                 f"x must be float (of 16, 32 or 64 bits) of shape (batch, heads, length, {self.head_dim}), the last "
-                "the sum of the ranks "
-                f"{'|'.join(map(str, self.ranks))}; got {x.dtype} of shape {tuple(x.shape)}"
+                f"the sum of the ranks {'|'.join(map(str, self.ranks))}; got {x.dtype} of shape {tuple(x.shape)}"
             )
         batch, _, length, _ = x.shape
         # A batch is not compared with a length: an exported program would then refuse inputs where they are

@@ -84,8 +84,7 @@ def check_split(split: Any) -> RotarySplit:
     if isinstance(split, str) and split == "per_level":
         raise ConfigError(
             "rotary_split 'per_level' gives every level separate frequencies, but a trained model keeps those that it "
-            "was trained "
-            "with: use 'low_far' or 'interleaved'"
+            "was trained with: use 'low_far' or 'interleaved'"
         )
     check_choice("rotary_split", split, ROTARY_SPLITS)
     return split

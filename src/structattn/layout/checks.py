@@ -71,8 +71,7 @@ def checked_sharing(
     if len(given) > 1 or not isinstance(block_sizes, tuple | list) or block_sizes:
         raise ConfigError(
             f"give one of block_sizes, boundaries and windows: with {' and '.join(given)} expected block_sizes () and "
-            "nothing else, "
-            f"got block_sizes {describe(block_sizes)}"
+            f"nothing else, got block_sizes {describe(block_sizes)}"
         )
     if windows is not None:
         return {"block_sizes": (), "windows": checked_windows(ranks, windows)}

@@ -81,8 +81,7 @@ class TextLayout:
         if not 2 <= len(self.ranks) <= len(UNITS) + 1:
             raise ConfigError(
                 f"a text layout has 2 to {len(UNITS) + 1} ranks, one for all text and one for each of "
-                f"{', '.join(UNITS)}; got "
-                f"{self.ranks}"
+                f"{', '.join(UNITS)}; got {self.ranks}"
             )
         if not self.units:
             object.__setattr__(self, "units", UNITS[: len(self.ranks) - 1])
@@ -92,8 +91,7 @@ class TextLayout:
         if len(order) != len(self.ranks) - 1 or order != sorted(set(order)):
             raise ConfigError(
                 "a text layout needs one unit for each rank but the first, from the largest to the smallest "
-                f"({', '.join(UNITS)}): got "
-                f"ranks {self.ranks} and units {self.units}"
+                f"({', '.join(UNITS)}): got ranks {self.ranks} and units {self.units}"
             )
         object.__setattr__(self, "value_ranks", self.bound.value_ranks)
 

@@ -118,8 +118,7 @@ class StructuredMatrix(nn.Module, ABC):
         if own > (most := _MOST_NUMBERS * max(self.num_rows * self.num_cols, _FEW)):
             raise ConfigError(
                 f"a factor of a {self.num_rows} x {self.num_cols} {type(self).__name__} would have {own:,} numbers: "
-                f"expected at most {most:,}, "
-                f"{_MOST_NUMBERS} times a dense matrix; choose a smaller rank"
+                f"expected at most {most:,}, {_MOST_NUMBERS} times a dense matrix; choose a smaller rank"
             )
         check_memory(f"the factors of a {self.num_rows} x {self.num_cols} {type(self).__name__}", math.prod(shape))
         return nn.Parameter(torch.empty(*shape))

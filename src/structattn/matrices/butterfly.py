@@ -125,8 +125,7 @@ class Butterfly(FactoredMatrix):
         if len(rows) != len(cols) or not rows or math.prod(rows) != num_rows or math.prod(cols) != num_cols:
             raise ConfigError(
                 f"Butterfly: row_radices and col_radices must be equally many, with products {num_rows} and "
-                f"{num_cols}, got "
-                f"{rows} and {cols}"
+                f"{num_cols}, got {rows} and {cols}"
             )
         self.rank = rank
         self.row_radices, self.col_radices = rows, cols

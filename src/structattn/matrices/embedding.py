@@ -44,8 +44,7 @@ def block_terms(m: StructuredMatrix) -> list[TermFactors]:
     """
     raise ConfigError(
         f"{type(m).__name__} has no block terms that are known here; write it as one of the family, or register it "
-        "with "
-        "structattn.matrices.embedding.block_terms"
+        "with structattn.matrices.embedding.block_terms"
     )
 
 
@@ -141,13 +140,10 @@ def _kaleidoscope(m: Kaleidoscope) -> list[TermFactors]:
     if mixing > 1:
         raise ConfigError(
             f"a Kaleidoscope whose butterflies have {mixing} stages is not one MLBTC term: its stages mix the indices "
-            "1, ..., "
-            f"{mixing}, ..., 1 in turn, and a term holds two runs of stages, each of which must leave some index "
-            "unchanged, but "
-            "wherever the cut is, one run mixes them all and becomes one dense block. It is a term smaller than a "
-            "dense matrix "
-            "only if its butterflies have one stage, or its inner_size makes it low rank. Use MLBTC.from_matrix on "
-            "each "
+            f"1, ..., {mixing}, ..., 1 in turn, and a term holds two runs of stages, each of which must leave some "
+            "index unchanged, but wherever the cut is, one run mixes them all and becomes one dense block. It is a "
+            "term smaller than a dense matrix only if its butterflies have one stage, or its inner_size makes it low "
+            "rank. Use MLBTC.from_matrix on each "
             "butterfly, or fit an MLBTC to to_dense()"
         )
     dense = Dense(m.num_rows, m.num_cols, batch_shape=m.batch_shape)

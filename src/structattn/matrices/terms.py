@@ -99,8 +99,7 @@ class BlockTerm:
             if size % blocks:
                 raise ConfigError(
                     f"{owner}: {blocks} blocks must divide the number of {name}, got {num_rows} x {num_cols}; the "
-                    "nearest sizes that "
-                    f"work are {_near_multiples(size, blocks)}"
+                    f"nearest sizes that work are {_near_multiples(size, blocks)}"
                 )
         if not isinstance(self.left_permutation, str) and len(self.left_permutation) != num_rows:
             raise ConfigError(

@@ -81,14 +81,13 @@ class DecoderPrograms:
         if self.batch_size not in (None, len(batch.rows)):
             raise ShapeError(
                 f"the programs were exported for {self.batch_size} rows, and there are {len(batch.rows)} prompts: give "
-                "export_decoder "
-                "another batch_size, or None for any"
+                "export_decoder another batch_size, or None for any"
             )
         if batch.longest + max_new_tokens - 1 > self.max_length:
             raise ShapeError(
                 f"{batch.longest} tokens in the longest prompt and {max_new_tokens} new ones do not fit the cache of "
-                f"{self.max_length} "
-                "tokens (the last one is not kept): give a shorter prompt, or export_decoder a larger max_length"
+                f"{self.max_length} tokens (the last one is not kept): give a shorter prompt, or export_decoder a "
+                "larger max_length"
             )
         prefill, decode = prefill or self.prefill.module(), decode or self.decode.module()
         padded = [row + (0,) * (batch.longest - len(row)) for row in batch.rows]
@@ -143,8 +142,7 @@ def bounded_levels(attention: Attention, max_length: int) -> BoundedLevels:
     if isinstance(attention.layout, TextLayout):
         raise ConfigError(
             "levels that are lines or words (mlr-text) depend on the text, which an exported program cannot read: "
-            "choose a model with "
-            "blocks, such as mlr, or export the whole model without a cache"
+            "choose a model with blocks, such as mlr, or export the whole model without a cache"
         )
     scoring = attention.scoring
     order = scoring.cached_order
@@ -190,8 +188,7 @@ def export_decoder(model: LanguageModel, *, max_length: int, batch_size: int | N
     if model.trunk.position is not None and max_length > model.context_length:
         raise ShapeError(
             f"max_length is {max_length}, more than the {model.context_length} positions learned: give at most that, "
-            "or train a model with "
-            "rotary positions"
+            "or train a model with rotary positions"
         )
     trunk = model.trunk
 

@@ -323,10 +323,8 @@ class LanguageModel(nn.Module):
             before = f"{seen} tokens in the caches, " if seen else ""
             raise ShapeError(
                 f"{before}{batch.longest} tokens in the longest prompt and {max_new_tokens} new ones make {needed}, "
-                "more than the "
-                f"{self.context_length} positions learned: give a shorter prompt or ask for fewer tokens; a model with "
-                "rotary "
-                "positions has no such limit"
+                f"more than the {self.context_length} positions learned: give a shorter prompt or ask for fewer "
+                "tokens; a model with rotary positions has no such limit"
             )
         if use_cache and caches is None:
             # Where a stop token may come early, memory grows by pages instead.
@@ -395,8 +393,7 @@ def _continued(caches: LayerCaches, batch: Prompts) -> int:
     elif batch.left_padding is not None or len(batch.rows) != caches.batch_size:
         raise ConfigError(
             f"the caches hold {caches.length} tokens of {caches.batch_size} rows: as many prompts of one length can "
-            "follow them, "
-            f"got lengths {[len(row) for row in batch.rows]}"
+            f"follow them, got lengths {[len(row) for row in batch.rows]}"
         )
     return caches.length
 

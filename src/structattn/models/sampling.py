@@ -161,7 +161,6 @@ class RowSampler:
                 value = float(logits[row].amax())
                 raise GenerationError(
                     f"step {self._step}: the largest logit of prompt {row} is {value}, so that no token can be chosen: "
-                    "the weights or "
-                    "the numbers computed with them are not finite"
+                    "the weights or the numbers computed with them are not finite"
                 )
         return tokens, finite[:, 0]

@@ -128,8 +128,7 @@ class Transformer(nn.Module):
         if self.text_units and not reads_text:
             raise ConfigError(
                 "mlr-text has text units as levels, and this model does not know which tokens end lines: give "
-                "LanguageModel "
-                "text_units, or choose another spec, such as mlr"
+                "LanguageModel text_units, or choose another spec, such as mlr"
             )
         self.norm = nn.LayerNorm(embed_dim, bias=bias)
 
@@ -258,8 +257,7 @@ class Transformer(nn.Module):
         if count > self.context_length:
             raise ShapeError(
                 f"the sequence has {count} tokens, more than the {self.context_length} positions learned; train a "
-                "model "
-                "with rotary positions for longer ones"
+                "model with rotary positions for longer ones"
             )
 
     def _learned(

@@ -152,8 +152,7 @@ def checked_pairs(q: Tensor, k: Tensor, pairs: Pairs) -> Pairs:
         if batch != 1 or (of_keys is None and num_queries != num_keys):
             raise ShapeError(
                 f"cu_seqlens needs batch 1 and as many queries as keys, got batch {batch}, {num_queries} and "
-                f"{num_keys}; "
-                "other boundaries of the keys are cu_seqlens_k"
+                f"{num_keys}; other boundaries of the keys are cu_seqlens_k"
             )
         if of_queries.shape[0] < 2:
             raise ShapeError("cu_seqlens needs at least 2 entries, the boundaries of one sequence")

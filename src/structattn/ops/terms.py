@@ -68,11 +68,10 @@ class ScoreTerms:
             slopes = _checked_slopes(q, slopes)
         if self.sinks is not None:
             _check_sinks(q, self.sinks)
+        scale, softcap = self.scale, self.softcap  # an int may be larger than any that a tensor takes
         return ScoreTerms(
-            scale=None
-            if self.scale is None
-            else float(self.scale),  # an int may be larger than any that a tensor takes
-            softcap=None if self.softcap is None else float(self.softcap),
+            scale=None if scale is None else float(scale),
+            softcap=None if softcap is None else float(softcap),
             sinks=self.sinks,
             attn_mask=mask,
             attn_bias=bias,
@@ -80,7 +79,11 @@ class ScoreTerms:
         )
 
     def check(self, q: Tensor, num_keys: int) -> None:
-        """Raises what ``check_numbers`` and ``of_call`` raise."""
+        """Raises what ``check_numbers`` and ``of_call`` raise, and ``ConfigError`` for a bias, which caches
+        take as a floating point mask.
+        """
+        if self.attn_bias is not None:
+            raise ConfigError("a cache takes no attn_bias: give a floating point attn_mask, which is one")
         self.check_numbers()
         self.of_call(q, num_keys)
 
@@ -99,10 +102,10 @@ class ScoreTerms:
     @property
     def needs_gradient(self) -> bool:
         """Whether a gradient is asked for one of the tensors."""
-        return any(x is not None and x.requires_grad for x in (self.sinks, self.attn_mask))
+        return any(x is not None and x.requires_grad for x in (self.sinks, self.attn_mask, self.attn_bias))
 
     def of_queries(self, first: int, end: int, num_queries: int, num_keys: int) -> ScoreTerms:
-        """The options for queries ``first`` ... ``end - 1`` of T, of which the last sees the first of S keys
+        """The terms for queries ``first`` ... ``end - 1`` of T, of which the last sees the first of S keys
         only as far as itself.
         """
         if self.attn_mask is None:
@@ -173,8 +176,7 @@ def _checked_mask(
     if attn_mask.dtype != torch.bool and attn_mask.dtype not in DTYPES:
         raise ShapeError(
             "attn_mask must be bool, True where a pair may attend, or floating point, added to the scores, got "
-            f"{attn_mask.dtype}; "
-            "a mask of 0 and 1 is mask != 0"
+            f"{attn_mask.dtype}; a mask of 0 and 1 is mask != 0"
         )
     _check_per_pair(q, num_keys, "attn_mask", attn_mask)
     if attn_mask.dtype == torch.bool:
@@ -200,8 +202,7 @@ def _check_sinks(q: Tensor, sinks: Any) -> None:
     if sinks.dtype not in DTYPES or sinks.dim() != 1 or sinks.shape[0] != q.shape[1]:
         raise ShapeError(
             f"sinks must have one floating-point logit per query head, shape ({q.shape[1]},), got {sinks.dtype} of "
-            "shape "
-            f"{tuple(sinks.shape)}"
+            f"shape {tuple(sinks.shape)}"
         )
     if sinks.device != q.device:
         raise ShapeError(f"sinks must be on the device of q, {q.device}, got {sinks.device}")
@@ -219,8 +220,7 @@ def _checked_slopes(q: Tensor, alibi_slopes: Any) -> Tensor:
     if alibi_slopes.dtype not in DTYPES or tuple(alibi_slopes.shape) not in ((heads,), (batch, heads)):
         raise ShapeError(
             f"alibi_slopes must have one floating-point slope per query head, shape ({heads},) or ({batch}, {heads}), "
-            "got "
-            f"{alibi_slopes.dtype} of shape {tuple(alibi_slopes.shape)}"
+            f"got {alibi_slopes.dtype} of shape {tuple(alibi_slopes.shape)}"
         )
     if alibi_slopes.device != q.device:
         raise ShapeError(f"alibi_slopes must be on the device of q, {q.device}, got {alibi_slopes.device}")

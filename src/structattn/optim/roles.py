@@ -275,8 +275,7 @@ def _agreed(claims: list[_Claim]) -> Role:
         if other.role != first.role:
             raise ConfigError(
                 f"{other.name} has two roles, {first.role} (as {first.name}) and {other.role}, since modules share it: "
-                "declare it "
-                "in a module that contains both"
+                "declare it in a module that contains both"
             )
     return first.role
 

@@ -84,8 +84,8 @@ class Processes:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise CommunicationError(
                 f"process {self.index} of {self.count} (counted from 0) lost the others: one has ended, or has not "
-                "answered within the timeout "
-                f"of the process group, which init_process_group(timeout=...) sets ({reason})"
+                "answered within the timeout of the process group, which init_process_group(timeout=...) sets "
+                f"({reason})"
             ) from error
 
 

@@ -137,8 +137,7 @@ class SequenceShard:
         if error is None and length != self.length:
             error = ShapeError(
                 f"process {self._processes.index} of {self._processes.count} (counted from 0) holds {self.length} of "
-                f"the {self.num_tokens} tokens "
-                f"of the sequence, got {length}: shard.take(x) gives them"
+                f"the {self.num_tokens} tokens of the sequence, got {length}: shard.take(x) gives them"
             )
         whole = {"the length of the sequence": self.num_tokens, "the order of the tokens": self._order}
         agreed_lengths(self._processes, device, length, whole | dict(call), error)

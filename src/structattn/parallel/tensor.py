@@ -265,8 +265,7 @@ def _check_attention(path: str, module: AttentionLayer, count: int) -> None:
     if module.num_kv_heads % count:
         raise ConfigError(
             f"the num_kv_heads of {name} must be a multiple of the processes: got {module.num_kv_heads} key heads and "
-            f"{count} processes; "
-            "choose fewer processes, or more key heads"
+            f"{count} processes; choose fewer processes, or more key heads"
         )
 
 
@@ -276,8 +275,7 @@ def _check_mlp(path: str, module: MLP, count: int) -> None:
     if module.up.out_features % count:
         raise ConfigError(
             f"the hidden features of {name} must be a multiple of the processes: got {module.up.out_features} features "
-            f"and {count} "
-            "processes; choose another number of processes, or another ratio"
+            f"and {count} processes; choose another number of processes, or another ratio"
         )
 
 

@@ -113,18 +113,16 @@ def _bilinear(name: str) -> Form:
 
 _MLR = (
     "MLR attention: near pairs share more levels; ranks sum to the feature dimension, block sizes are halved; with "
-    "values the value "
-    "dimensions are shared by level too"
+    "values the value dimensions are shared by level too"
 )
 _MLR_TEXT = (
     "MLR attention whose levels are the whole text and then its units, paragraph, line and word unless UNITs are "
-    "given; for language "
-    "models"
+    "given; for language models"
 )
 _SLIDING = (
     "attention whose levels slide: a pair shares a level where its distance is below the window of the level; W: "
-    "windows, - for no limit; "
-    "ranks sum to the feature dimension; with values the value dimensions are shared by level too"
+    "windows, - for no limit; ranks sum to the feature dimension; with values the value dimensions are shared by level "
+    "too"
 )
 _OWN_SCORING = ("btt", "mlr")
 # What a form makes: the fields of an ``AttentionSpec`` that it sets.

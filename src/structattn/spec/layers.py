@@ -91,8 +91,7 @@ class LayerSpecs:
         if len(self.pattern) > num_layers:
             raise ConfigError(
                 f"attention specs {self}: {len(self.pattern)} specs for {num_layers} layers, so that some would not be "
-                "used: give "
-                "at most as many as layers"
+                "used: give at most as many as layers"
             )
         return tuple(self.pattern[layer % len(self.pattern)] for layer in range(num_layers))
 

@@ -136,8 +136,7 @@ def _checked(compute: Sequence[float] | Floats, losses: Losses) -> tuple[Floats,
     if len(points) != len(values) or len(set(points.tolist())) < 3:
         raise ConfigError(
             "a power law with irreducible loss is fitted to at least 3 different compute budgets, got "
-            f"{len(set(points.tolist()))} "
-            f"of {len(points)} and losses of {len(values)}"
+            f"{len(set(points.tolist()))} of {len(points)} and losses of {len(values)}"
         )
     if any(v.ndim != 1 or not len(v) or not np.isfinite(v).all() or not (v > 0).all() for v in (points, *values)):
         raise ConfigError("compute and losses must be positive, and each point has the loss of at least one seed")

@@ -240,8 +240,7 @@ def _whole_steps(tokens: int, batch_size: int, context_length: int) -> int:
     if tokens < _FEWEST_STEPS * step:
         raise ConfigError(
             f"--tokens: expected at least {_FEWEST_STEPS * step:,}, {_FEWEST_STEPS} steps of {batch_size:,} windows of "
-            f"{context_length:,} tokens, got "
-            f"{tokens:,}: give more, or a smaller --batch-size or --context-length"
+            f"{context_length:,} tokens, got {tokens:,}: give more, or a smaller --batch-size or --context-length"
         )
     return round(tokens / step)
 

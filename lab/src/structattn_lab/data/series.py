@@ -83,8 +83,7 @@ def check_scale(values: Floats, where: Callable[[int], str]) -> None:
         i = int(np.argmax(large))
         raise DataError(
             f"{where(i)}: expected numbers of at most {_LARGEST:g}, whose squares float32 holds, got {values[i]:g}. "
-            "Correct it, or write the "
-            "column in a larger unit"
+            "Correct it, or write the column in a larger unit"
         )
 
 
@@ -159,8 +158,7 @@ class WindowedSeries:
         if spread < _SMALLEST:
             raise DataError(
                 f"expected column {series.name!r} to vary by at least {_SMALLEST:g}, whose square float32 holds, got "
-                f"{spread:g}. "
-                "Write the column in a smaller unit."
+                f"{spread:g}. Write the column in a smaller unit."
             )
         self.mean = float(train.mean())
         self.std = float(train.std())

@@ -80,8 +80,7 @@ def read_rows(table: Table, time: str, targets: Sequence[str]) -> Rows:
     if missing := [name for name in targets if name not in table.columns]:
         raise DataError(
             f"{table.source}: expected the columns of the training, {', '.join(map(repr, targets))}, got a "
-            f"{table.noun} without "
-            f"{', '.join(map(repr, missing))}: "
+            f"{table.noun} without {', '.join(map(repr, missing))}: "
             f"{nearest_name(missing[0], [column for column in table.columns if column])}"
         )
     values = np.stack([_parse_values(table, name) for name in targets])
@@ -94,8 +93,7 @@ def read_rows(table: Table, time: str, targets: Sequence[str]) -> Rows:
     if texts := [name for name in others if not _is_number(table.cells(name)[0])]:
         raise DataError(
             f"{table.source}: expected a time column {time!r}, as in training, got a {table.noun} without it. Name its "
-            "column with --time: "
-            f"{nearest_name(time, texts)}"
+            f"column with --time: {nearest_name(time, texts)}"
         )
     return Rows(values=values, times=None)
 
@@ -114,8 +112,7 @@ def _targets(table: Table, time: str, target: str) -> list[str]:
         if "" in table.columns:
             raise DataError(
                 f"{table.source}: expected a name of every column, got none of column {table.columns.index('') + 1}. "
-                "Name it, "
-                "or name the columns to forecast with --target"
+                "Name it, or name the columns to forecast with --target"
             )
         return [column for column in table.columns if column != time.strip()]
     names = [_column(name, table) for name in target.split(",")]
@@ -128,8 +125,7 @@ def _column(name: str, table: Table) -> str:
     if name.strip() not in table.columns or not name.strip():
         raise DataError(
             f"{table.source}: expected a target column {name!r}, got a file without it. Name a column of the file with "
-            "--target: "
-            f"{nearest_name(name, [column for column in table.columns if column])}"
+            f"--target: {nearest_name(name, [column for column in table.columns if column])}"
         )
     return name.strip()
 
@@ -210,8 +206,7 @@ def _parse_times(table: Table, column: str) -> Times:
             i = has.index(not has[0]) if not all(has) else 0
             raise DataError(
                 f"{source}: expected times of one kind in column {column!r}, got {problem}: {cells[i]!r} in "
-                f"{table.row(i)}. "
-                "Write all times as YYYY-MM-DD HH:MM:SS."
+                f"{table.row(i)}. Write all times as YYYY-MM-DD HH:MM:SS."
             )
     times: Times = parsed.dt.tz_localize(None).to_numpy().astype("datetime64[us]")
     return times

@@ -218,8 +218,7 @@ class _Asked:
                 assert step is not None  # else they were refused
                 raise DataError(
                     f"{table.source}: expected rows {facts.step.words} apart, as in training, got {step.words}. Give "
-                    "data of the same frequency, or "
-                    "train with these"
+                    "data of the same frequency, or train with these"
                 )
             times = facts.step.after(rows.times, horizon)
         point, widths = forecast_units(forecaster, rows.values, horizon, levels)
@@ -233,8 +232,7 @@ class _Asked:
         if len(columns) != 1 + len(facts.columns) * (1 + 2 * len(levels)):
             raise DataError(
                 f"{table.source}: the names of columns and of their intervals, such as {facts.columns[0]}-lo-80, must "
-                "differ, got "
-                f"{', '.join(map(repr, (name, *facts.columns)))}. Rename a column, and train again"
+                f"differ, got {', '.join(map(repr, (name, *facts.columns)))}. Rename a column, and train again"
             )
         frame = pandas().DataFrame(columns)
         frame.attrs = {"row": self._chosen.name, "why": self._chosen.why}

@@ -107,8 +107,7 @@ def _check_task(folder: Path, task: str) -> None:
     if task != ForecastTask.name:
         raise ConfigError(
             f"{folder} is of the task {task}, and forecasts are those of the task {ForecastTask.name}: give the folder "
-            "of structattn compare "
-            f"{ForecastTask.name} or train {ForecastTask.name}"
+            f"of structattn compare {ForecastTask.name} or train {ForecastTask.name}"
         )
 
 
@@ -241,8 +240,7 @@ def _best(folder: Path, found: Sequence[_Candidate]) -> _Candidate:
     if len({one.asks for one in found}) > 1:
         raise ConfigError(
             f"the comparison in {folder} forecasts other columns or horizons under each of its variants: name one with "
-            "--variant: "
-            f"{_known_variants(found, '')}"
+            f"--variant: {_known_variants(found, '')}"
         )
     return min(found, key=lambda one: one.validation)
 

@@ -71,8 +71,7 @@ def read_versioned(kind: type[T], data: object, where: str) -> T:
     if version not in range(1, FORMAT_VERSION + 1):
         raise ConfigError(
             f"{where}: expected format version {FORMAT_VERSION} or older, got {version!r}: it was written by another "
-            "version of structattn, "
-            "read it with that one"
+            "version of structattn, read it with that one"
         )
     return read_as(kind, {**data, "format_version": FORMAT_VERSION}, where)
 

@@ -75,9 +75,8 @@ def cache_table(record: ComparisonRecord, metrics: tuple[str, ...] = ()) -> Tabl
             f"cache: keys and values of all layers at {record.config['task']['context_length']:,} tokens in bf16, over "
             "the tokens; ms per token: the median "
             "of 64 decoding steps at the end of a sequence, the variants in turn; on the frontier: yes where no "
-            "variant with at most as many "
-            f"bytes has a lower mean {record.metric}; not distinguishable where one has, but the difference is not "
-            "significant over the "
+            f"variant with at most as many bytes has a lower mean {record.metric}; not distinguishable where one has, "
+            "but the difference is not significant over the "
             "seeds (95 %, Games and Howell's test).",
         ),
     )

@@ -94,8 +94,7 @@ def verdict(record: MupRecord) -> str:
     if all(spreads.values()):
         words += (
             f" Over the widths the best learning rate moves by at most a factor of 2^{max(spreads['mup']):.0f} under "
-            "muP "
-            f"and 2^{max(spreads['standard']):.0f} without."
+            f"muP and 2^{max(spreads['standard']):.0f} without."
         )
     return words
 
@@ -116,8 +115,7 @@ def page(record: MupRecord, figures: Sequence[Figure]) -> Page:
         notes=(
             "Sizes are root mean squares on held-out prompts, after steps on one fixed batch of in-context regression.",
             "Learned scores: attention scores of the trained weights minus those of the initial weights, for the same "
-            "hidden states. Under "
-            "muP the initial scores themselves fade like one over the root of the head dimension.",
+            "hidden states. Under muP the initial scores themselves fade like one over the root of the head dimension.",
             "Standard: every matrix starts at 1/sqrt(fan-in), scores are divided by the root of their dimension, one "
             "learning rate for all.",
         ),

@@ -153,15 +153,12 @@ def page(record: ComparisonRecord, figures: Sequence[Figure]) -> Page:
         origin=Origin.of(record),
         notes=(
             "Compute is counted in closed form from the structure, 2 FLOPs per multiply-add, output head included; "
-            "looking up embeddings "
-            "costs none. Norms and softmax are not counted. Seconds are not compute: see tokens per second in the "
-            "table of all models.",
+            "looking up embeddings costs none. Norms and softmax are not counted. Seconds are not compute: see tokens "
+            "per second in the table of all models.",
             "The compute ratio is the geometric mean over the losses that both reached, between fitted laws; nothing "
-            "is extrapolated. "
-            "Intervals are from a bootstrap over seeds and points.",
+            "is extrapolated. Intervals are from a bootstrap over seeds and points.",
             "Every model was trained from the start for its budget; the learning rate of each variant is the best of "
-            "the same sweep at a "
-            "small width, transferred by muP.",
+            "the same sweep at a small width, transferred by muP.",
         ),
     )
 

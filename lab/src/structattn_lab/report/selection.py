@@ -178,12 +178,10 @@ def page(record: ComparisonRecord, figures: Sequence[Figure], task: TaskReport) 
         origin=Origin.of(record),
         notes=(
             f"Every method had {settings * rates} trials: {settings} settings, at each of them the best of {rates} "
-            "learning rates by the "
-            "validation score of seed 0. The test split decided nothing.",
+            "learning rates by the validation score of seed 0. The test split decided nothing.",
             "A method is worse beyond seed noise if its mean is farther above the lowest than the critical difference "
-            "of the two: Games and "
-            "Howell's, at 95 % for all pairs together, with each method's own variance. It says which differences "
-            "another draw of seeds "
+            "of the two: Games and Howell's, at 95 % for all pairs together, with each method's own variance. It says "
+            "which differences another draw of seeds "
             "would keep, and nothing of other test data; with three seeds it is wide.",
             "Seconds are of one training run on this machine, early stopping included; epochs are those of the weights "
             "that count.",

@@ -95,8 +95,7 @@ def verdict(record: SweepRecord) -> str:
     words = [
         head,
         f"The best is trial {best.number} ({values}) with a validation {metric} of {fmt_score(best.score)}; the median "
-        "of those "
-        f"that finished is {fmt_score(best.median)}.",
+        f"of those that finished is {fmt_score(best.median)}.",
         f"On the test split, where no other trial was scored, its {metric} is {fmt_score(best.test[metric])}.",
         *_edges(record, best),
         "One seed per trial: differences as small as those between seeds mean nothing.",
@@ -163,15 +162,13 @@ def _notes(record: SweepRecord) -> list[str]:
     notes = [
         f"The score is {record.metric}: {record.metric_label}. Lower is better.",
         "A finished trial is scored by the weights that it ends with; a stopped one by those that it had then, so that "
-        "the two "
-        "compare only at equal steps.",
+        "the two compare only at equal steps.",
         "Seconds are wall-clock of a trial, with the time to build its model and data.",
     ]
     if record.scheduler is not None:
         grace, factor = record.scheduler.grace_period, record.scheduler.reduction
         notes.append(
             f"ASHA looks at every trial after {grace}, {grace * factor}, {grace * factor**2} ... steps, and stops "
-            "those that are not "
-            f"among the best 1/{factor} of the trials that came so far."
+            f"those that are not among the best 1/{factor} of the trials that came so far."
         )
     return notes

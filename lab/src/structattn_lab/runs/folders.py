@@ -209,8 +209,7 @@ def _check_owner(folder: Path, owner: Owner, *, resume: bool | None) -> None:
         if settings is None:
             raise ConfigError(
                 f"{folder} holds {_listing([repr(name) for name in names])}, which {owner.name} did not write: give "
-                "--out a "
-                "folder that is empty or new"
+                "--out a folder that is empty or new"
             )
     else:
         if (before["command"], before["task"]) != (owner.command, owner.task):
@@ -238,8 +237,7 @@ def _read(folder: Path) -> dict[str, Any] | None:
         if content["format_version"] != FORMAT_VERSION:
             raise ConfigError(
                 f"{path}: expected format version {FORMAT_VERSION}, got {content['format_version']!r}: it was written "
-                "by another "
-                "version of structattn"
+                "by another version of structattn"
             )
         if not (isinstance(content["settings"], dict) and isinstance(content["command"], str) and "task" in content):
             raise ValueError("a field has a wrong type")
@@ -248,8 +246,7 @@ def _read(folder: Path) -> dict[str, Any] | None:
             raise
         raise ConfigError(
             f"{path} is damaged ({error}), so that the owner of the folder is unknown: give another --out, or remove "
-            "the file if "
-            "you know it"
+            "the file if you know it"
         ) from error
     return dict(content)
 

@@ -95,8 +95,8 @@ class Recipe:
         if self.num_runs > MOST_RUNS:
             raise ConfigError(
                 f"{self.num_runs:,} runs of {self.training.steps:,} steps ({len(self.attention)} models, "
-                f"{self.seeds:,} seeds and what is "
-                f"varied), and {MOST_RUNS:,} are the most: give fewer seeds, or do it in parts"
+                f"{self.seeds:,} seeds and what is varied), and {MOST_RUNS:,} are the most: give fewer seeds, or do it "
+                "in parts"
             )
         for name in ("learning_rates", "budgets"):
             for number in getattr(self, name):

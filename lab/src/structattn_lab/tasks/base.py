@@ -245,8 +245,7 @@ class Task(ABC):
         """
         raise ConfigError(
             f"--cache reads text through the key/value cache of a language model; {self.name} has none: evaluate it "
-            "without, or "
-            "train one with 'structattn train text'"
+            "without, or train one with 'structattn train text'"
         )
 
     @classmethod

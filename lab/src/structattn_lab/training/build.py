@@ -54,8 +54,7 @@ def empty_model(task: Task, spec: str, parametrization: Parametrization) -> nn.M
     if memory is not None and size > memory:
         raise ConfigError(
             f"the parameters of the model take {size / 2**30:,.0f} GiB, and this machine has {memory / 2**30:,.0f} "
-            "GiB: choose a "
-            "smaller width or fewer layers"
+            "GiB: choose a smaller width or fewer layers"
         )
     return model
 

@@ -59,8 +59,7 @@ def division_of(config: TrainingConfig, index: int, count: int, device: torch.de
     if count % size:
         raise ConfigError(
             f"training.context_parallel={size} divides every sequence among {size} processes, got {count} in all: "
-            f"start a multiple of {size}, such "
-            f"as torchrun --nproc-per-node {size} -m structattn train ..."
+            f"start a multiple of {size}, such as torchrun --nproc-per-node {size} -m structattn train ..."
         )
     num_parts = count // size
     if config.batch_size % num_parts:

@@ -70,8 +70,7 @@ def load_run(folder: Path, data_path: Path | None = None) -> TrainedModel:
         if record.data not in (None, task.data_sha256):  # the first runs did not record it
             raise DataError(
                 f"the data have changed since the run in {folder} was trained, so that a score would be meaningless: "
-                "restore them, or "
-                "give their new location with --data"
+                "restore them, or give their new location with --data"
             )
         model = trained_model(folder, found, task.build_model)
         return TrainedModel(task=task, spec=record.spec, seed=record.seed, model=model)

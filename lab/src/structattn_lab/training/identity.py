@@ -74,6 +74,5 @@ def _check_settings(saved: dict[str, Any], current: dict[str, Any], where: str, 
         elif old != new:
             raise CheckpointError(
                 f"the run in {where} was started with {path}{key} = {old!r}, now {new!r}: resume with the same "
-                "settings, or "
-                "use another folder"
+                "settings, or use another folder"
             )

@@ -95,8 +95,7 @@ def named_loss(index: int, count: int) -> Iterator[None]:
             reason = str(found).strip().splitlines()[0]
             raise TrainingFailedError(
                 f"process {index} of {count} (counted from 0) lost the others, of which one has ended or no longer "
-                "answers: --resume "
-                f"continues from the last checkpoint ({reason})"
+                f"answers: --resume continues from the last checkpoint ({reason})"
             ) from error
         raise
 
@@ -179,8 +178,7 @@ class _Watch:
         names = ", ".join(map(str, silent))
         logger.error(
             "process %s of %d (counted from 0) has not answered for %g s (training.process_timeout): it was stopped, "
-            "or its machine is gone. "
-            "This process ends; --resume continues from the last checkpoint",
+            "or its machine is gone. This process ends; --resume continues from the last checkpoint",
             names,
             self.count,
             self.seconds,

@@ -108,8 +108,7 @@ class PagePool:
         if self.num_pages < len(self.groups):
             raise ConfigError(
                 f"a pool of {nbytes:,} bytes has {self.num_pages} pages of {self.page_nbytes:,}, and a request needs "
-                f"{len(self.groups)} at least, one "
-                "for each block size of the levels: give it more memory"
+                f"{len(self.groups)} at least, one for each block size of the levels: give it more memory"
             )
         # Page 0 belongs to no request and holds zeros: tables of different lengths are filled up with it.
         self.memory = torch.zeros((self.num_pages + 1, numbers), dtype=dtype, device=device)

@@ -217,6 +217,6 @@ def _check_memory(like: Tensor, nbytes: int) -> None:
         if free is not None and nbytes > free:
             raise CacheError(
                 f"the cache would take {nbytes:,} bytes for one level of one layer, and this machine has {free:,} "
-                "left: give a smaller "
-                "max_length or page_size, or leave them at their defaults, with which memory grows with the tokens"
+                "left: give a smaller max_length or page_size, or leave them at their defaults, with which memory "
+                "grows with the tokens"
             )

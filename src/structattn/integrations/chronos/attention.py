@@ -84,14 +84,12 @@ def t5_mask(
     if not is_causal and mask_function is not bidirectional_mask_function:
         raise ConfigError(
             f"structured attention in T5 knows causal and bidirectional masks, got {mask_function!r}: packed sequences "
-            "and custom masks "
-            "are not supported"
+            "and custom masks are not supported"
         )
     if is_causal and (isinstance(q_offset, Tensor) or kv_offset != 0 or kv_length != q_offset + q_length):
         raise ConfigError(
             f"structured attention needs all keys in order, and this cache returns {kv_length} keys from position "
-            f"{kv_offset} on for "
-            f"{q_length} queries: leave cache_implementation away"
+            f"{kv_offset} on for {q_length} queries: leave cache_implementation away"
         )
     real, left, has_holes = None, None, False
     if attention_mask is not None:
@@ -111,14 +109,12 @@ def _checked(attention_mask: object, query: Tensor, key: Tensor) -> T5Mask:
         got = tuple(attention_mask.shape) if isinstance(attention_mask, Tensor) else attention_mask
         raise ConfigError(
             f"structured attention in T5 takes padding masks of shape (batch, tokens), and an attention got {got}: own "
-            "4-dimensional "
-            "masks are not supported"
+            "4-dimensional masks are not supported"
         )
     if (attention_mask.num_queries, attention_mask.num_keys) != (query.shape[2], key.shape[2]):
         raise ConfigError(
             f"the mask was made for {attention_mask.num_queries} queries and {attention_mask.num_keys} keys, and the "
-            "attention got "
-            f"{query.shape[2]} and {key.shape[2]}: a static cache is not supported"
+            f"attention got {query.shape[2]} and {key.shape[2]}: a static cache is not supported"
         )
     return attention_mask
 

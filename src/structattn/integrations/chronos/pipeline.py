@@ -183,16 +183,14 @@ def load_pipeline(folder: str | Path, **options: Any) -> ChronosPipeline:
     except Exception as error:  # transformers raises what the contents of the file make it raise
         raise ConfigError(
             f"{Path(folder) / 'config.json'}: expected the config of a Chronos T5, got one that transformers cannot "
-            "read: "
-            f"{(str(error).strip().splitlines() or [type(error).__name__])[0]}"
+            f"read: {(str(error).strip().splitlines() or [type(error).__name__])[0]}"
         ) from error
     if isinstance(config, StructAttnT5Config):
         return pipeline_around(StructAttnT5ForConditionalGeneration.from_pretrained(folder, **options).eval())
     if type(config) is not T5Config:
         raise ConfigError(
             f"{folder} holds a {config.model_type} model: expected a Chronos T5, such as chronos-t5-small "
-            "(Chronos-Bolt and Chronos-2 "
-            "are other architectures)"
+            "(Chronos-Bolt and Chronos-2 are other architectures)"
         )
     for name in ("d_model", "d_kv", "d_ff", "num_heads", "num_layers"):
         check_int(f"{Path(folder) / 'config.json'}: {name}", getattr(config, name), minimum=1)

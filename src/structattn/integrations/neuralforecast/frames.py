@@ -58,8 +58,7 @@ def check_frame(
     if missing:
         raise DataError(
             f"the frame has no column {', '.join(map(repr, missing))}; it has {', '.join(map(repr, df.columns))}: "
-            "rename or pass id_col, "
-            "time_col and target_col"
+            "rename or pass id_col, time_col and target_col"
         )
     if df.empty:
         raise DataError("the frame has no rows")
@@ -174,14 +173,12 @@ def _steps(df: pd.DataFrame, offset: Any, freq: str | int, id_col: str, time_col
         row = df.iloc[:-1][follows].iloc[int(wrong.argmax())]
         problems.append(
             f"{wrong.sum()} of {len(wrong)} steps are not {freq!r}, first after {_where(row, id_col, time_col)}, where "
-            f"{expected[wrong].iloc[0]} "
-            f"should follow, and {found[wrong].iloc[0]} does: "
+            f"{expected[wrong].iloc[0]} should follow, and {found[wrong].iloc[0]} does: "
             + (
                 "is this the frequency?"
                 if wrong.all()
                 else "move times onto the grid, fill gaps with utilsforecast.preprocessing.fill_gaps, and mark "
-                "the new rows by a column "
-                "available_mask of 1 and, there, 0"
+                "the new rows by a column available_mask of 1 and, there, 0"
             )
         )
     return problems

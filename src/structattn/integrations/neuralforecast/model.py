@@ -177,9 +177,8 @@ class StructTransformer(BaseModel):  # type: ignore[misc]
         if instance_norm and (exclude_insample_y or not outputs_values):
             raise ConfigError(
                 "instance_norm puts the last value of the target back on the forecast: without the target, or with a "
-                "loss for which the "
-                f"model puts out other numbers than values, leave it at None (loss {type(loss).__name__}, "
-                f"exclude_insample_y={exclude_insample_y})"
+                "loss for which the model puts out other numbers than values, leave it at None (loss "
+                f"{type(loss).__name__}, exclude_insample_y={exclude_insample_y})"
             )
         self.network = Forecaster(
             attention,

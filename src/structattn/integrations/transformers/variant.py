@@ -44,14 +44,12 @@ def trained_spec(spec: str | AttentionSpec) -> AttentionSpec:
         )
         raise ConfigError(
             f"attention spec {quoted(str(value))} asks for {what}, which cannot keep trained query and key weights: "
-            "give a layout "
-            "(mlr, global-window) and a window only, or train a StructAttnForCausalLM from scratch"
+            "give a layout (mlr, global-window) and a window only, or train a StructAttnForCausalLM from scratch"
         )
     if isinstance(value.layout, TextLayout):
         raise ConfigError(
             f"attention spec {quoted(str(value))} has text units as levels, and transformers does not give a model the "
-            "tokens that end "
-            "lines: train a structattn.LanguageModel, or give blocks (mlr)"
+            "tokens that end lines: train a structattn.LanguageModel, or give blocks (mlr)"
         )
     return value
 

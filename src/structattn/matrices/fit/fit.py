@@ -143,8 +143,7 @@ def _fit_all(like: StructuredMatrix, target: Tensor, refine: int | None, seed: i
     if not bool(after.isfinite().all()):
         raise DataError(
             f"fit: the nearest matrix has numbers that {next(like.parameters()).dtype} cannot hold (the largest of the "
-            "given "
-            f"ones is {float(target.abs().max()):.3g}); scale the matrix down, or fit in float64"
+            f"given ones is {float(target.abs().max()):.3g}); scale the matrix down, or fit in float64"
         )
     with torch.no_grad():
         for index in indices:

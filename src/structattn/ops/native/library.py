@@ -58,8 +58,7 @@ def why_not_here() -> str | None:
     if _package() is not None and _packaged() is None:
         return (
             "the package structattn-native holds its C++ code for another version of PyTorch or of structattn, or for "
-            "other vector "
-            "instructions: run `structattn build-native` once, or "
+            "other vector instructions: run `structattn build-native` once, or "
             f"`pip install --force-reinstall --no-deps --no-cache-dir {requirement('structattn-native')}`"
         )
     return (

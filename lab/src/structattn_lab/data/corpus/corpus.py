@@ -112,8 +112,7 @@ class Corpus:
             if self.manifest.get("format") != FORMAT:
                 raise DataError(
                     f"{folder}: expected a corpus of format {FORMAT}, got {self.manifest.get('format')!r}. Prepare it "
-                    "anew, or "
-                    "update structattn"
+                    "anew, or update structattn"
                 )
             self.tokenizer: Tokenizer = tokenizer_from(self.manifest["tokenizer"])
             self._type = np.dtype(self.manifest["dtype"])

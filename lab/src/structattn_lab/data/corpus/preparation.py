@@ -292,6 +292,6 @@ def _check_splits(manifest: dict[str, Any], config: PrepareConfig) -> None:
                 same = f", but only {few} different, and equal ones are in one split"
             raise DataError(
                 f"{config.source.path}: expected documents for each split, got {count}{same}, and none for {name}. "
-                "Give more "
-                "documents (--document-start and --longest-document cut a text into several), or larger shares"
+                "Give more documents (--document-start and --longest-document cut a text into several), or larger "
+                "shares"
             )

@@ -90,9 +90,8 @@ def _unknown_character(text: str, source: str) -> str:
     more = f" (and {len(unknown) - 1} other such characters after it)" if len(unknown) > 1 else ""
     return (
         f"{source}: expected newlines and printable ASCII, got {text[first]!r} (U+{ord(text[first]):04X}) in line "
-        f"{line}, column "
-        f"{column}{more}. Replace or remove it, or make a corpus with `structattn data prepare text`, whose --tokens "
-        "bytes takes any text "
+        f"{line}, column {column}{more}. Replace or remove it, or make a corpus with `structattn data prepare text`, "
+        "whose --tokens bytes takes any text "
         "and whose --unknown drop leaves such characters out"
     )
 

@@ -54,10 +54,8 @@ def _drawing(record: FitsRecord) -> Drawing:
     shared_legend(figure, panels, below=True)
     caption = (
         "Relative Frobenius error of the nearest matrix found, against its parameters as a share of a dense matrix's. "
-        "Low rank, "
-        "BTT and Kronecker are optimal; the others are the best that descent found. Points on the lowest line have "
-        "errors "
-        f"below {_FLOOR:g}."
+        "Low rank, BTT and Kronecker are optimal; the others are the best that descent found. Points on the lowest "
+        f"line have errors below {_FLOOR:g}."
     )
     names_shown = ", ".join(matrix.name for matrix in matrices)
     return figure, caption, f"Error against parameters for {names_shown}. {verdict(record)}"

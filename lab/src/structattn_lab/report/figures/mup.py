@@ -130,8 +130,7 @@ def _transfer(record: MupRecord, pair: list[Transfer]) -> Drawing | None:
     config = record.config
     caption = (
         f"{pair[0].structure}: mean training loss of the last fifth of {config['transfer_steps']} steps against the "
-        "learning rate; "
-        "dots are the best rates, and the spread is log2 of the largest over the smallest. Where a line leaves the top "
-        "it diverges."
+        "learning rate; dots are the best rates, and the spread is log2 of the largest over the smallest. Where a line "
+        "leaves the top it diverges."
     )
     return figure, caption, f"Loss against learning rate by width for {pair[0].structure}: {caption}"

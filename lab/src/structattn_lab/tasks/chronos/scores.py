@@ -37,9 +37,8 @@ def forecast_scores(quantiles: Tensor, point: Tensor, truth: Tensor, context: Te
     if quantiles.shape != (*truth.shape, len(QUANTILES)) or point.shape != truth.shape or context.shape[1] <= season:
         raise ShapeError(
             f"expected quantiles of shape (n, horizon, {len(QUANTILES)}), forecasts and truth of (n, horizon) and a "
-            "look-back longer than "
-            f"{season}, got {tuple(quantiles.shape)}, {tuple(point.shape)}, {tuple(truth.shape)} and "
-            f"{tuple(context.shape)}"
+            f"look-back longer than {season}, got {tuple(quantiles.shape)}, {tuple(point.shape)}, {tuple(truth.shape)} "
+            f"and {tuple(context.shape)}"
         )
     truth, point, context = truth.double(), point.double(), context.double()
     scale = (context[:, season:] - context[:, :-season]).abs().mean(dim=1)

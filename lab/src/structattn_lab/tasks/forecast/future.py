@@ -161,8 +161,7 @@ def check_request(
         rows = f", or take a row without a limit: {' or '.join(map(repr, unlimited))}" if unlimited else ""
         raise ConfigError(
             f"{name} forecasts at most {forecaster.most_steps:,} steps, the horizon of its training, got a horizon of "
-            f"{horizon:,}: give a shorter "
-            f"one, or train with --set task.horizon={horizon}{rows}"
+            f"{horizon:,}: give a shorter one, or train with --set task.horizon={horizon}{rows}"
         )
     windows = forecaster.windows(horizon)
     if windows < 1:

@@ -52,7 +52,6 @@ def check_percents(percents: Sequence[int], windows: int) -> tuple[int, ...]:
     if ordered and ordered[-1] > most:
         raise ConfigError(
             f"an interval of {ordered[-1]} % needs at least {-(-ordered[-1] // (100 - ordered[-1]))} validation "
-            "windows, and the training had "
-            f"{windows:,}: give levels of at most {most}"
+            f"windows, and the training had {windows:,}: give levels of at most {most}"
         )
     return ordered

@@ -82,8 +82,7 @@ PRESETS = {
     "ett": Preset(
         _ETT,
         "ETTh1: four variants against PatchTST, iTransformer, DLinear and NHITS, each with its best look-back of 96 "
-        "... 2,048; horizons 96, "
-        "192, 336; one column and all; three seeds: 1,200 runs, days on a CPU (estimated)",
+        "... 2,048; horizons 96, 192, 336; one column and all; three seeds: 1,200 runs, days on a CPU (estimated)",
     ),
     "smoke": Preset(
         replace(_DEMO, attention=_DEMO.attention[:2], seeds=1, training=replace(_TRAINING, steps=64, warmup_steps=8)),
@@ -93,8 +92,7 @@ PRESETS = {
     "ett-short": Preset(
         _SHORT,
         "oil temperature of ETTh1: two variants against PatchTST, iTransformer, DLinear and NHITS, each with its best "
-        "look-back of 96, 336, "
-        "1,024; horizons 96 and 336; three seeds; 34 minutes for horizon 96 (measured)",
+        "look-back of 96, 336, 1,024; horizons 96 and 336; three seeds; 34 minutes for horizon 96 (measured)",
     ),
     "paper": Preset(
         _PAPER,

@@ -118,8 +118,7 @@ PRESETS = {
     "bottleneck": Preset(
         _BOTTLENECK,
         "linear functions of 6 numbers, width 24: 8 heads of dimension 3 against scores of full rank, iso-FLOP, three "
-        "seeds; under 3 hours on 2 "
-        "CPU cores",
+        "seeds; under 3 hours on 2 CPU cores",
     ),
     "rank-vs-dimension": Preset(
         _RANK_VS_DIMENSION,

@@ -150,8 +150,7 @@ class ICLRegressionConfig:
         if self.prompts.function == "sparse-linear" and self.prompts.sparsity > self.dim:
             raise ConfigError(
                 f"task.prompts.sparsity must be at most task.dim, got {self.prompts.sparsity} and {self.dim}: lower "
-                "it, or raise "
-                "the dimension"
+                "it, or raise the dimension"
             )
 
     @property

@@ -56,8 +56,7 @@ class NearestNeighborTask(Task):
     no_skill_score = 1.0
     question = (
         "Can one attention layer find the nearest of some points on a sphere, when each head may only compare them "
-        "through "
-        "a score of limited rank?"
+        "through a score of limited rank?"
     )
 
     config: NearestNeighborConfig

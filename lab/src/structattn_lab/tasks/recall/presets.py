@@ -74,8 +74,7 @@ PRESETS = {
     "cache-map": Preset(
         _CACHE_MAP,
         "32 pairs in a context of 256, 18 variants by the size of their caches, equal compute, a learning rate each, "
-        "five seeds; on 2 CPU cores "
-        "with --jobs 2 one hour",
+        "five seeds; on 2 CPU cores with --jobs 2 one hour",
     ),
     "cache-map-gpu": Preset(
         _CACHE_MAP_GPU,

@@ -92,8 +92,8 @@ class RecallConfig:
         if kind.num_pairs * _TOKENS_PER_PAIR > self.context_length:
             raise ConfigError(
                 f"task.num_pairs: expected at most {self.context_length // _TOKENS_PER_PAIR} in {self.context_length} "
-                "tokens (task.context_length), "
-                f"got {kind.num_pairs}: lower it, or give a context of at least {kind.num_pairs * _TOKENS_PER_PAIR}"
+                f"tokens (task.context_length), got {kind.num_pairs}: lower it, or give a context of at least "
+                f"{kind.num_pairs * _TOKENS_PER_PAIR}"
             )
         self.rotary_value()
 

@@ -156,20 +156,17 @@ PRESETS = {
     "demo": Preset(
         replace(_DEMO, training=replace(_DEMO.training, learning_rate=6e-3), seeds=2),
         "1 MB of English text (PEPs), characters as tokens, context of 128, levels against standard attention, 700 "
-        "steps, two seeds; two to four "
-        "minutes on 2 CPU cores",
+        "steps, two seeds; two to four minutes on 2 CPU cores",
     ),
     "smoke": Preset(
         _plain(_SMOKE, 500, 8, ("standard", "mlr:8|4|2|2", "window:32")),
         "1 MB of English text (PEPs), characters as tokens, context of 128, three variants, 500 steps: tests that "
-        "training runs, too short to "
-        "compare",
+        "training runs, too short to compare",
     ),
     "cache-map": Preset(
         _CACHE_MAP,
         "context of 1,024, 18 variants by the size of their caches, equal compute, a learning rate each, five seeds; "
-        "on 2 CPU cores with --jobs 2 "
-        "two and a half hours (estimated: three seeds took about 100 minutes)",
+        "on 2 CPU cores with --jobs 2 two and a half hours (estimated: three seeds took about 100 minutes)",
     ),
     "cache-map-gpu": Preset(
         _CACHE_MAP_GPU,
@@ -180,8 +177,7 @@ PRESETS = {
     "scaling": Preset(
         _SCALING,
         "scaling laws: four variants, learned positions and RoPE, widths 64 ... 384, three budgets of compute, two "
-        "seeds; on 2 CPU cores 1.3 hours "
-        "for `--widths 64`, 3.6 for all (measured, in parts)",
+        "seeds; on 2 CPU cores 1.3 hours for `--widths 64`, 3.6 for all (measured, in parts)",
     ),
     "methods": Preset(
         _METHODS,

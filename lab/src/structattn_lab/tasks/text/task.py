@@ -133,9 +133,8 @@ class TextTask(Task):
                 units = {"char": "characters", "byte": "bytes", "token": "tokens"}[self.tokenizer.unit]
                 raise DataError(
                     f"{source}: expected more than {config.context_length} {units} in each split "
-                    "(task.context_length), got "
-                    f"{len(part)} of {sum(map(len, self.splits.values()))} for {name}. Give a text of at least "
-                    f"{20 * (config.context_length + 1)} {units}, or a shorter context"
+                    f"(task.context_length), got {len(part)} of {sum(map(len, self.splits.values()))} for {name}. Give "
+                    f"a text of at least {20 * (config.context_length + 1)} {units}, or a shorter context"
                 )
 
     def data_summary(self) -> dict[str, str]:
@@ -231,8 +230,7 @@ class TextTask(Task):
         if not units:
             raise DataError(
                 "expected text to score, got windows in which every token begins a document: give documents of more "
-                "than one token, or "
-                "more task.eval_windows"
+                "than one token, or more task.eval_windows"
             )
         return nats / units
 

@@ -250,9 +250,8 @@ def costs(record: ComparisonRecord) -> Table | None:
             "cache bytes: at full context; ms per token: of decoding there, on this machine, one prompt. loss: on the "
             "validation split, nats per token; "
             "before, after: that of the student minus that of the original, before and after training. recovered: the "
-            "share of the loss before "
-            f"training that training won back; {DASH}: nothing was lost; all: the loss is that of the original or "
-            "below."
+            f"share of the loss before training that training won back; {DASH}: nothing was lost; all: the loss is "
+            "that of the original or below."
             + (
                 f" recall: the share of right guesses {distance} tokens after the first passage."
                 if distance is not None

@@ -32,8 +32,7 @@ _RESULT = replace(
         recall_text="\nThe key is {}.\n",
         recall_values=(
             "with this that from will have which would should other when also used using some only code class type "
-            "call name file list "
-            "return module Python function object string value"
+            "call name file list return module Python function object string value"
         ),
     ),
     training=replace(_SMALL.training, steps=45, batch_size=16, learning_rate=2e-3, eval_every=9, checkpoint_every=15),

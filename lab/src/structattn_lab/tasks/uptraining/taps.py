@@ -48,8 +48,7 @@ def tapped(layers: Sequence[nn.Module], inputs: Sequence[Tensor] | None = None) 
                 return args, kwargs | {"hidden_states": new}
             raise ConfigError(
                 f"{type(module).__name__} takes its input neither as its first argument nor as hidden_states: set "
-                "task.attention_steps=0, "
-                "which trains on predictions alone"
+                "task.attention_steps=0, which trains on predictions alone"
             )
 
         return hook

@@ -66,8 +66,7 @@ class UptrainTask(Task):
         if not config.model:
             raise ConfigError(
                 f"uptraining needs a trained model: --set task.model=FOLDER, or --set task.model={RANDOM}, a small "
-                "Llama with new weights, to try "
-                "the command out"
+                "Llama with new weights, to try the command out"
             )
         if config.model != RANDOM:
             checked_config(config.model, config.context_length)
@@ -78,8 +77,7 @@ class UptrainTask(Task):
             if len(part) <= config.context_length:
                 raise DataError(
                     f"{source}: expected more than {config.context_length} tokens in each split (task.context_length), "
-                    f"got {len(part)} for "
-                    f"{name}. Give more text, or a shorter context"
+                    f"got {len(part)} for {name}. Give more text, or a shorter context"
                 )
         _ = self.passages  # wrong settings are an error before hours of training
         self.data_sha256 = hashlib.sha256(f"{text_sha256} {self.teacher.sha256}".encode()).hexdigest()

@@ -157,8 +157,7 @@ class StructAttnConfig(OwnErrors, ReturnsWeights, SelfLoadingConfig, PreTrainedC
             if isinstance(parse_spec(spec).layout, TextLayout):
                 raise ConfigError(
                     f"attention spec {quoted(spec)} has text units as levels, and a StructAttnConfig does not know "
-                    "which tokens "
-                    "end lines: train a structattn.LanguageModel, or give blocks (mlr)"
+                    "which tokens end lines: train a structattn.LanguageModel, or give blocks (mlr)"
                 )
         if self.rotary is not None:
             Rotary.parse(self.rotary)
@@ -175,8 +174,7 @@ class StructAttnConfig(OwnErrors, ReturnsWeights, SelfLoadingConfig, PreTrainedC
         if given is None:
             raise ConfigError(
                 "a StructAttnConfig needs attention=, one spec such as 'mlr:32|16|16' or a list with one per layer: it "
-                "has no "
-                "default, so that a model without its structure is never mistaken for one with it"
+                "has no default, so that a model without its structure is never mistaken for one with it"
             )
         if isinstance(given, str):
             return LayerSpecs.parse(given).texts(self.num_hidden_layers)

@@ -63,8 +63,7 @@ class _BoundedLayer(LevelCacheLayer):
     def undo(self) -> None:
         raise ConfigError(
             "several layers of this model read the keys of one, which an exported program cannot: export it without a "
-            "cache, by "
-            "torch.export.export"
+            "cache, by torch.export.export"
         )
 
 
@@ -92,8 +91,7 @@ def export_decoder(model: PreTrainedModel, *, max_length: int, batch_size: int |
     if is_own and model.model.position is not None:
         raise ConfigError(
             "this model has learned positions, which it reads from its cache: export one with rotary positions "
-            "(config.rotary), or a "
-            "structattn.LanguageModel"
+            "(config.rotary), or a structattn.LanguageModel"
         )
 
     def run(tokens: Tensor, caches: list[BoundedCache], index: Tensor) -> Tensor:
@@ -138,8 +136,8 @@ def _check_equal(model: PreTrainedModel, programs: DecoderPrograms, embedding: T
     if not error <= _WRONG.get(embedding.dtype, 1e-3):
         raise ConfigError(
             f"the exported programs of {type(model).__name__} give other logits than the model (relative error "
-            f"{error:.2g}): it reads positions "
-            "from its cache, and not from position_ids; export it without a cache, by torch.export.export"
+            f"{error:.2g}): it reads positions from its cache, and not from position_ids; export it without a cache, "
+            "by torch.export.export"
         )
 
 
@@ -157,14 +155,12 @@ def _levels(model: PreTrainedModel, max_length: int) -> list[BoundedLevels]:
         if not isinstance(layer, LevelCacheLayer) or layer.level_cache is None:
             raise ConfigError(
                 f"a layer of {type(model).__name__} keeps a {type(layer).__name__}, which an exported program cannot: "
-                "all layers must have "
-                "softmax attention"
+                "all layers must have softmax attention"
             )
         if layer.level_cache.chunk_size is not None:
             raise ConfigError(
                 f"{type(model).__name__} attends in chunks of {layer.level_cache.chunk_size} tokens, which an exported "
-                "program cannot: export it "
-                "without a cache, by torch.export.export"
+                "program cannot: export it without a cache, by torch.export.export"
             )
         facts, _ = layer.level_cache.state()
         found.append(

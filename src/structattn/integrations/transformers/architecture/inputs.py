@@ -109,8 +109,7 @@ def check_inputs(config: PreTrainedConfig, given: Mapping[str, Any]) -> None:
         if isinstance(positions, Tensor) and positions.dim() > 2:
             raise ConfigError(
                 f"structured attention knows positions of shape (batch, tokens), got {tuple(positions.shape)}: "
-                "positions along several axes "
-                "(images, video) are not supported"
+                "positions along several axes (images, video) are not supported"
             )
         _check_ints("position_ids", positions, INT_DTYPES)
         _check_numbers("position_ids", positions, tokens)
@@ -141,14 +140,12 @@ def _check_mask(mask: Tensor, batch: int) -> None:
     if mask.dim() == 2 and has_other_numbers:
         raise ConfigError(
             "attention_mask must hold 1 where a token is real and 0 where it is padding, got other numbers: a mask "
-            "that is added to "
-            "the scores is written (mask == 0).long()"
+            "that is added to the scores is written (mask == 0).long()"
         )
     if mask.dim() == 4 and mask.is_floating_point() and not has_other_numbers and mask.any():
         raise ConfigError(
             "a 4-dimensional attention_mask of floating point is added to the scores, and this one holds 1 where "
-            "others hold 0: a mask "
-            "that shows pairs is bool, mask != 0"
+            "others hold 0: a mask that shows pairs is bool, mask != 0"
         )
 
 

@@ -284,8 +284,7 @@ def structure_entry(config: PreTrainedConfig, names: list[str], optional: Sequen
     if not isinstance(given, dict):
         raise ConfigError(
             f"the config of a {config.model_type} model needs the entry 'structattn' with {', '.join(names)}, got "
-            f"{quoted(given)}: "
-            "structurize() and save_pretrained write it"
+            f"{quoted(given)}: structurize() and save_pretrained write it"
         )
     for name in given:
         if name not in names:

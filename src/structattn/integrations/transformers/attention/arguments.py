@@ -72,8 +72,7 @@ def check_arguments(
         if name in _CHANGES_SCORES or strict or (module is not None and _is_named(type(module), name)):
             raise ConfigError(
                 f"structured attention does not know the argument {quoted(name)} of this model's attention: leaving it "
-                "out would change the "
-                "result silently"
+                "out would change the result silently"
             )
 
 

@@ -126,10 +126,9 @@ def _attend_layer(
 
 define(
     "attend_cache_layer(Tensor(a!) cache, Tensor? layer, Tensor? q, Tensor k, Tensor v, Tensor? padding_mask, Tensor? "
-    "pairs, "
-    "Tensor? position_bias, Tensor? sinks, Tensor? alibi_slopes, SymInt num_past, bool is_causal, bool is_shared, "
-    "float? score_scale, "
-    f"float? softcap, {flat_layout.SCHEMA}, int? window, int? chunk_size, str backend) -> Tensor",
+    "pairs, Tensor? position_bias, Tensor? sinks, Tensor? alibi_slopes, SymInt num_past, bool is_causal, bool "
+    f"is_shared, float? score_scale, float? softcap, {flat_layout.SCHEMA}, int? window, int? chunk_size, str backend) "
+    "-> Tensor",
     _attend_layer,
     lambda cache, layer, q, k, v, *_: empty_output(q, v),
 )

@@ -261,8 +261,7 @@ class RegisteredAttention:
             if length is None:
                 raise ConfigError(
                     "the config of this model has no max_position_embeddings to halve blocks from: give "
-                    "register_attention a "
-                    "context_length"
+                    "register_attention a context_length"
                 )
         if (found := self._variants.get(length)) is None:
             found = Variant.of(self.spec, length or 1, self.backend)
@@ -348,8 +347,7 @@ def register_attention(
     if not isinstance(name, str) or not name.isidentifier() or "flash" in name or "paged" in name:
         raise ConfigError(
             "the name of an attention implementation is a plain word without 'flash' and 'paged', which transformers "
-            "reads, got "
-            f"{quoted(name)}"
+            f"reads, got {quoted(name)}"
         )
     attention = RegisteredAttention(
         spec=value, context_length=context_length, rotary_split=rotary_split, backend=backend

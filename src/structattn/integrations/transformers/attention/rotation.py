@@ -44,9 +44,8 @@ def read_rotation(module: nn.Module, head_dim: int) -> Rotation | None:
 def _unknown(module: nn.Module, what: str) -> ConfigError:
     return ConfigError(
         f"{type(module).__name__} rotates {what}, which cannot be permuted into levels, so that a level's score would "
-        "depend on "
-        "positions and not on distances: choose another model, a spec of one level ('standard', 'window:512'), "
-        "structurize(), or register "
+        "depend on positions and not on distances: choose another model, a spec of one level ('standard', "
+        "'window:512'), structurize(), or register "
         "the attention with rotary_split=None and train the model with slices that cut through rotary pairs"
     )
 

@@ -23,8 +23,7 @@ from structattn.memory import free_memory
 if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 20):
     raise MissingDependencyError(
         f"continuous batching with levels needs transformers 5.20 or later, and {transformers.__version__} is "
-        "installed: pip install -U "
-        "'transformers>=5.20'; generate() takes prompts as one batch, padded on the left"
+        "installed: pip install -U 'transformers>=5.20'; generate() takes prompts as one batch, padded on the left"
     )
 
 from transformers.generation.continuous_batching.continuous_api import (

@@ -104,8 +104,7 @@ def check_states(layer: LinearAttentionCacheLayerMixin, count: int, length: int)
         if state.shape[-1] - count < needed:
             raise CacheError(
                 f"the state of a convolution keeps {state.shape[-1]} of {length} tokens, too few to remove {count}: "
-                "call "
-                "activate_past_recording() before the tokens that may be removed"
+                "call activate_past_recording() before the tokens that may be removed"
             )
 
 

@@ -52,8 +52,8 @@ class PendingStates(Placeholder):
     def misused(cls, what: str) -> Exception:
         return CacheError(
             f"a LevelCacheLayer keeps no dense keys, and another attention function asked for them ({what}). Use it "
-            "with an attention "
-            "that register_attention() made, model.set_attn_implementation(name), or generate without cache"
+            "with an attention that register_attention() made, model.set_attn_implementation(name), or generate "
+            "without cache"
         )
 
 
@@ -230,8 +230,7 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         if self._variant != variant:
             raise CacheError(
                 f"this cache layer was filled for {self._variant} and is now used with {variant}: one cache serves one "
-                "model; "
-                "reset() it or make another"
+                "model; reset() it or make another"
             )
         if module is not None:
             cache.bind(module)
@@ -300,10 +299,8 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         if cache.length > 0 and _nonzero(cache.left_padding) != _nonzero(left_padding):
             raise CacheError(
                 f"the left padding changed while the cache was filled, from {cache.left_padding} to {left_padding}: "
-                "give the "
-                "attention mask of all tokens, cached and new, at every step, one cache to one batch, and a first "
-                "chunk that reaches "
-                "a real token of every row"
+                "give the attention mask of all tokens, cached and new, at every step, one cache to one batch, and a "
+                "first chunk that reaches a real token of every row"
             )
         if not self.record_past:
             self._recording = None

@@ -95,15 +95,13 @@ def check_layers(cache: Cache) -> None:
         if any(lengths):
             raise CacheError(
                 "a call of the model, or a change of this cache, broke off after some layers were written over: "
-                "reset() it and give all "
-                "tokens again"
+                "reset() it and give all tokens again"
             )
         cache.is_torn = False
     if len(set(lengths)) > 1:
         raise CacheError(
             f"the layers of this cache hold different numbers of tokens, {lengths}: a call of the model was "
-            "interrupted, or a layer was used "
-            "without the others; reset() it and give all tokens again"
+            "interrupted, or a layer was used without the others; reset() it and give all tokens again"
         )
 
 
@@ -285,8 +283,7 @@ class LevelCaches(DynamicCache):  # type: ignore[misc]
         if len({rows for rows in batches.values() if rows is not None}) > 1:
             raise CacheError(
                 f"the layers of this cache hold different numbers of rows, {list(batches.values())}: a layer was used "
-                "without the others; "
-                "reset() it and give all tokens again"
+                "without the others; reset() it and give all tokens again"
             )
         for number, layer in enumerate(self.layers):
             if isinstance(layer, LevelCacheLayer):
@@ -333,8 +330,7 @@ def check_crop(layer: Any, count: int, length: int) -> bool:
         ):
             raise CacheError(
                 f"a window of {window} keeps {kept} of {own_length} tokens, too few to remove {count}: call "
-                "activate_past_recording() "
-                "before the tokens that may be removed"
+                "activate_past_recording() before the tokens that may be removed"
             )
     has_states = isinstance(layer, LinearAttentionCacheLayerMixin) and bool(states_of(layer))
     if has_states:

@@ -61,8 +61,7 @@ class Absorption:
                 if getattr(one, _FIELDS[name]) is None:
                     raise ConfigError(
                         f"the {name} of {where} are not those of a linear layer: there is a norm, a clamp, a gate, an "
-                        "adapter (merge it first), a "
-                        f"quantized weight or one that other layers use: {_REMEDY}"
+                        f"adapter (merge it first), a quantized weight or one that other layers use: {_REMEDY}"
                     )
             self.parts.append((one, known[layer.index], layout))
 

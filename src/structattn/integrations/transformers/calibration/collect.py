@@ -126,8 +126,7 @@ class _Collector:
                 if not bool(x.isfinite().all()):
                     raise CalibrationError(
                         f"the {name} of layer {layer.shape.index} hold NaN or infinity: the model, its dtype or the "
-                        "tokens of this batch cannot "
-                        "be calibrated with"
+                        "tokens of this batch cannot be calibrated with"
                     )
             moments.add_tokens(q, k, v)
             for start, stop in self._runs(self.rows + row, end - first):
@@ -237,8 +236,7 @@ def _blocks(given: Sequence[int] | None, length: int) -> tuple[int, ...]:
         if not sizes:
             raise ConfigError(
                 f"the first batch has texts of {length} tokens, in which all are near: give longer ones, of more than "
-                f"{_SMALLEST_BLOCK} tokens, or "
-                "block_sizes"
+                f"{_SMALLEST_BLOCK} tokens, or block_sizes"
             )
         return sizes
     sizes = positive_ints(given, "block_sizes", MAX_LENGTH)

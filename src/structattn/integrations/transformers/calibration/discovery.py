@@ -121,8 +121,7 @@ def _record(
     ):
         raise ConfigError(
             f"{type(module).__name__} attends in both directions and keeps no cache, so that there is nothing for "
-            "structurize to make smaller: "
-            "use register_attention(), which works for encoders"
+            "structurize to make smaller: use register_attention(), which works for encoders"
         )
     index = getattr(module, "layer_idx", None)  # some modules have it for the time of the observation only
     _calls.append(_Call(module, index, query, key, value, arguments))
@@ -259,8 +258,7 @@ def _check_calls(model: PreTrainedModel, cache: Cache) -> None:
         if is_attention and not any(module is other for other in called):
             raise ConfigError(
                 "it has attention modules that are used in some calls only, such as cross attention: load it with "
-                "add_cross_attention=False if "
-                "its config knows that"
+                "add_cross_attention=False if its config knows that"
             )
     layers: dict[int, _Call] = {}
     for call in _calls:

@@ -135,8 +135,7 @@ class Calibration:
             if own.shape != other:
                 raise ConfigError(
                     f"the calibration is of another model: layer {own.shape.index} has {own.shape} there, and layer "
-                    f"{other.index} of this model "
-                    f"{other}: calibrate this model"
+                    f"{other.index} of this model {other}: calibrate this model"
                 )
 
     def nearest_block(self, size: int) -> int:

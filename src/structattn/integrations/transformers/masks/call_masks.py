@@ -43,8 +43,7 @@ def checked_mask(
         if mask.num_past != 0:
             raise ConfigError(
                 f"{name} has {query.shape[2]} queries and {key.shape[2]} keys, so that they are not of the same "
-                "tokens: cross attention "
-                "is not supported"
+                "tokens: cross attention is not supported"
             )
     if isinstance(mask, StructuredMask):
         if is_causal not in (None, mask.is_causal):
@@ -60,15 +59,13 @@ def checked_mask(
     if mask is None:
         raise ConfigError(
             "no mask reached structured attention, and without one padding and causality are unknown: this model or "
-            "call does "
-            "not build its masks through transformers' AttentionMaskInterface, or its attn_implementation was changed "
-            "to another"
+            "call does not build its masks through transformers' AttentionMaskInterface, or its attn_implementation "
+            "was changed to another"
         )
     shape = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
     raise ConfigError(
         f"an attention mask of {shape} reached structured attention: give the padding mask (batch, tokens), or one of "
-        "(batch, 1, new "
-        "tokens, all tokens)"
+        "(batch, 1, new tokens, all tokens)"
     )
 
 
@@ -86,6 +83,5 @@ def check_lengths(query: Tensor, key: Tensor, mask: StructuredMask, *, is_new: b
     if (query.shape[2], key.shape[2]) != (mask.num_queries, keys):
         raise ConfigError(
             f"the mask was made for {mask.num_queries} queries and {keys} keys, and the attention got {query.shape[2]} "
-            "and "
-            f"{key.shape[2]}: cross attention, a static cache and prefixes are not supported"
+            f"and {key.shape[2]}: cross attention, a static cache and prefixes are not supported"
         )

@@ -77,9 +77,8 @@ def _read(function: Callable[..., Any]) -> _Pattern:
         return _read(cells["mask_function"])
     raise ConfigError(
         f"this model masks attention by {getattr(function, '__qualname__', function)!r}, which structured attention "
-        "does not know, and a mask "
-        "that is left out would leak: known are masks of all pairs, causal masks, sliding windows, chunks, padding and "
-        "packed sequences"
+        "does not know, and a mask that is left out would leak: known are masks of all pairs, causal masks, sliding "
+        "windows, chunks, padding and packed sequences"
     )
 
 
@@ -117,8 +116,7 @@ def _assert_pattern(
     torch._assert_async(
         (function(rows, torch.zeros_like(rows), queries, keys) == expected).all(),
         f"the mask of this batch is not {'causal' if is_causal else 'of all pairs or a window'}: sequences packed by "
-        "position_ids and masks "
-        "of other kinds cannot be compiled: leave this batch uncompiled",
+        "position_ids and masks of other kinds cannot be compiled: leave this batch uncompiled",
     )
     return _Pattern(is_causal=is_causal, window=window)
 
@@ -177,14 +175,12 @@ def structured_mask(
     if pattern.is_past and not pattern.is_causal:
         raise ConfigError(
             "this model masks attention by a window that hides keys before a query and none after it, which structured "
-            "attention does "
-            "not know"
+            "attention does not know"
         )
     if isinstance(q_offset, Tensor) or kv_offset != 0 or kv_length != q_offset + q_length:
         raise ConfigError(
             f"structured attention needs all keys in order, and this cache returns {kv_length} keys from position "
-            f"{kv_offset} on for "
-            f"{q_length} queries: a static cache, or a sliding-window cache that dropped keys. Pass "
+            f"{kv_offset} on for {q_length} queries: a static cache, or a sliding-window cache that dropped keys. Pass "
             "cache=level_cache(model) (structattn.integrations.transformers)"
             if pattern.is_causal
             else "structured attention needs queries and keys of the same tokens, and this mask is for "

@@ -128,8 +128,7 @@ def read_packing(position_ids: Tensor | None, attention_mask: Tensor | None, num
     if position_ids.dim() != 2:
         raise ConfigError(
             f"structured attention knows positions of shape (batch, tokens), got {tuple(position_ids.shape)}: "
-            "positions along "
-            "several axes (images, video) are not supported"
+            "positions along several axes (images, video) are not supported"
         )
     if position_ids.shape[1] == 1:
         return None
@@ -152,8 +151,7 @@ def read_packing(position_ids: Tensor | None, attention_mask: Tensor | None, num
         if wrong:
             raise ConfigError(
                 "position_ids start again inside a row (packed sequences), which is supported for one row without a "
-                "cache and "
-                f"without an attention mask, not for {what}"
+                f"cache and without an attention mask, not for {what}"
             )
     inner = starts[0].nonzero()[:, 0]
     return torch.cat([inner.new_zeros(1), inner, inner.new_tensor([position_ids.shape[1]])])
@@ -248,14 +246,12 @@ class StructuredMask(Placeholder):
         if pairs.dtype != torch.bool and not pairs.is_floating_point():
             raise ConfigError(
                 "a 4-dimensional attention mask is bool, true where a pair may attend, or floating point and added to "
-                "the scores, got "
-                f"{pairs.dtype}: a mask of 0 and 1 is mask != 0"
+                f"the scores, got {pairs.dtype}: a mask of 0 and 1 is mask != 0"
             )
         if pairs.dim() != 4 or pairs.shape[2] not in (1, num_queries) or pairs.shape[3] != num_keys:
             raise ConfigError(
                 f"a 4-dimensional attention mask must have a row for each of {num_queries} new tokens and a column for "
-                f"each of {num_keys}, "
-                f"cached and new, got shape {tuple(pairs.shape)}"
+                f"each of {num_keys}, cached and new, got shape {tuple(pairs.shape)}"
             )
         return cls(
             num_queries=num_queries,
@@ -373,8 +369,8 @@ class StructuredMask(Placeholder):
         if self._padding.ints is None and torch.compiler.is_exporting():
             raise ConfigError(
                 "an exported program cannot read the padding that its cache would need from an attention_mask: export "
-                "a call with use_cache=False, "
-                "or generation with structattn.integrations.transformers.export_decoder(model, max_length=...)"
+                "a call with use_cache=False, or generation with "
+                "structattn.integrations.transformers.export_decoder(model, max_length=...)"
             )
         return tuple(self._padding.left.tolist()) if self._padding.ints is None else self._padding.ints
 

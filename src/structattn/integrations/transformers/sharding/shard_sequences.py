@@ -70,8 +70,7 @@ def _check(model: PreTrainedModel) -> None:
     ):
         raise ConfigError(
             f"{name} has the attention {quoted(str(asked))}, which does not exchange keys: call structurize(), or set "
-            "an attention of "
-            "register_attention()"
+            "an attention of register_attention()"
         )
     attentions = sum(isinstance(module, StructuredAttention) for module in model.modules())
     config = model.config.get_text_config()
@@ -80,8 +79,7 @@ def _check(model: PreTrainedModel) -> None:
     if kinds or is_hybrid or getattr(model, "_is_stateful", False):
         raise ConfigError(
             f"{name} has layers of {', '.join(sorted(kinds)) or 'another kind'}, which need the tokens of other "
-            "processes too: sequences can be "
-            "divided where all layers have attention"
+            "processes too: sequences can be divided where all layers have attention"
         )
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise ConfigError(

@@ -152,14 +152,12 @@ def _error_of(positions: object, named: dict[str, Any]) -> ConfigError | None:
     if not isinstance(positions, Tensor) or positions.dim() != 2 or not positions.numel():
         return ConfigError(
             "a process does not know where its tokens are in the sequence: give position_ids (batch, tokens), counted "
-            "in the whole one, as "
-            "sequence_shard does"
+            "in the whole one, as sequence_shard does"
         )
     if named.get("labels") is not None and named.get("shift_labels") is None:
         return ConfigError(
             "the label of the last token of a shard is in another one: give shift_labels, shifted before the sequence "
-            "is divided, as "
-            "sequence_shard does"
+            "is divided, as sequence_shard does"
         )
     return None
 

@@ -167,8 +167,7 @@ class StructuredAttention(NumberedLayer):
         if (asked := self.config._attn_implementation) != IMPLEMENTATION:
             raise ConfigError(
                 "the attention of this model is given by its config, and its attn_implementation was changed to "
-                f"{quoted(asked)}: set it "
-                f"back to {IMPLEMENTATION!r}"
+                f"{quoted(asked)}: set it back to {IMPLEMENTATION!r}"
             )
         for given in (*args, *kwargs.values()):
             if isinstance(given, Cache) and self.structure.has_keys:
@@ -198,8 +197,7 @@ class StructuredAttention(NumberedLayer):
         if not all(type(x) is nn.Linear and x.weight.is_floating_point() for x in (self.q_proj, self.k_proj)):
             raise CheckpointError(
                 "structattn 0.1 stored the rows of q_proj and k_proj in the order of the levels, and those of "
-                "quantized weights cannot be put "
-                "back: load the model without quantization, save it, and quantize that"
+                "quantized weights cannot be put back: load the model without quantization, save it, and quantize that"
             )
         parameters = dict(self.named_parameters())
         inverse = torch.tensor(self.structure.order, device=parameters["q_proj.weight"].device).argsort()
@@ -249,8 +247,7 @@ def _attention(
     if not isinstance(module, StructuredAttention):
         raise ConfigError(
             f"attn_implementation={IMPLEMENTATION!r} belongs to models that structurize() changed, and "
-            f"{type(module).__name__} is of "
-            "none: use register_attention() and its name"
+            f"{type(module).__name__} is of none: use register_attention() and its name"
         )
     variant, reorder = module.structure.variant, module.reorder
     call = AttentionCall(module, variant, reorder, query, key, value, attention_mask, dropout, scaling, kwargs)

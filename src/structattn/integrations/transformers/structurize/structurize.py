@@ -152,8 +152,7 @@ def structurize(
         if (split == CALIBRATED or rotations[number] is None) and layout.scaling != "standard":
             raise ConfigError(
                 "calibrated keys keep the scale of the trained scores at every distance, and the spec of layer "
-                f"{number} has "
-                f"scaling={layout.scaling}: write "
+                f"{number} has scaling={layout.scaling}: write "
                 f"{str(specs[number]).replace(f',scaling={layout.scaling}', '')},scaling=standard"
             )
     if split == CALIBRATED and calibration is not None:

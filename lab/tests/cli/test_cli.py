@@ -290,6 +290,7 @@ def test_a_csv_of_ones_own(tmp_path: Path, capsys) -> None:
         (["bench", "call", "--repeats", "0"], "--repeats: expected a whole number of at least 1, got '0'"),
         (["bench", "call", "--patience", "inf"], "--patience: expected a finite number of at least 0, got 'inf'"),
         (["bench", "call", "--device", "tpu"], "--device"),
+        (["info", "--deep"], "unknown option '--deep' of structattn info: it has none"),
         ([*CORPUS, "--validation", "2"], "--validation: expected a finite number above 0 and below 1, got '2'"),
         ([*CORPUS, "--validation", "0.5", "--test", "0.5"], "--validation and --test must sum to less than 1"),
         ([*CORPUS, "--model", "m"], "give both, got --tokens chars and --model m"),

@@ -125,7 +125,8 @@ def _read(kind: type[Any], arguments: Sequence[str], program: str) -> object:
         option = word.partition("=")[0].replace("_", "-")
         if option.startswith("--") and option not in [*options, "--help"]:
             positive = [known for known in options if not known.startswith("--no-")]
-            raise ConfigError(f"unknown option {option!r} of {program}: {nearest_name(option, positive)}")
+            hint = nearest_name(option, positive) if positive else "it has none"
+            raise ConfigError(f"unknown option {option!r} of {program}: {hint}")
     raise ConfigError(f"{_first_part(report.getvalue())}; {program} --help shows what it takes")
 
 

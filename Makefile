@@ -10,13 +10,17 @@ COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '/tests/|/rllib/|/transformer
 # One process per core, each with one thread: most tests are far too small for more.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
-.PHONY: demo test test-full test-more coverage lint docs dist clean
+.PHONY: demo test tests test-full test-more coverage lint docs dist clean
 
 demo: $(VENV)/.installed-train
 	$(BIN)/structattn compare nearest-neighbor --preset demo
 	$(BIN)/structattn compare text --preset demo --jobs 2
 
-test: $(VENV)/.installed-dev lint
+# Types are checked while the tests run: mypy takes one core for 20 seconds.
+test: $(VENV)/.installed-dev
+	$(MAKE) --no-print-directory -j 2 lint tests
+
+tests: $(VENV)/.installed-dev
 	$(PYTEST)
 
 # Before a release.

@@ -63,6 +63,7 @@ def result(files: list[Path]) -> dict[str, Any]:
     return json.loads(files[0].read_text())
 
 
+@pytest.mark.full
 def test_every_variant_is_present_in_both_modes(result: dict[str, Any]) -> None:
     expected = {
         (mode, label) for mode in ("forward", "forward+backward") for label in (linear.BASELINE, *linear.STRUCTURES)
@@ -71,6 +72,7 @@ def test_every_variant_is_present_in_both_modes(result: dict[str, Any]) -> None:
     assert len(result["rows"]) == len(expected)
 
 
+@pytest.mark.full
 def test_numbers_are_finite_and_positive(result: dict[str, Any]) -> None:
     for row in result["rows"]:
         numbers = [value for value in row.values() if isinstance(value, float)] + row["samples_ms"]
@@ -81,6 +83,7 @@ def test_numbers_are_finite_and_positive(result: dict[str, Any]) -> None:
     assert all(value > 0 for value in result["ceilings"].values())
 
 
+@pytest.mark.full
 def test_the_baseline_is_compared_with_itself(result: dict[str, Any]) -> None:
     rows = [row for row in result["rows"] if row["is_baseline"]]
     assert [row["speedup"] for row in rows] == [1, 1]
@@ -88,6 +91,7 @@ def test_the_baseline_is_compared_with_itself(result: dict[str, Any]) -> None:
     assert [(row["flops_saved"], row["ms_saved"]) for row in rows] == [(0, 0), (0, 0)]
 
 
+@pytest.mark.full
 def test_counts(result: dict[str, Any]) -> None:
     rows = {(row["mode"], row["label"]): row for row in result["rows"]}
     forward, both = rows["forward", "btt:1"], rows["forward+backward", "btt:1"]
@@ -98,6 +102,7 @@ def test_counts(result: dict[str, Any]) -> None:
     assert both["bytes"] == 2 * forward["bytes"]
 
 
+@pytest.mark.full
 def test_the_files_are_dated_and_name_nothing_of_this_machine(files: list[Path], result: dict[str, Any]) -> None:
     stem = f"{result['date']}-linear-cpu-float32"
     assert [path.name for path in files] == [f"{stem}.json", f"{stem}.md"]
@@ -358,6 +363,7 @@ def test_a_run_with_memory_has_a_figure_and_exponents(monkeypatch: pytest.Monkey
     assert report.write(result | {"quick": True}, tmp_path)[0].stem.endswith("-quick")
 
 
+@pytest.mark.full
 def test_a_result_without_memory_looks_as_before(files: list[Path], result: dict[str, Any]) -> None:
     text = files[1].read_text()
     assert "| times the floor | GFLOP saved | ms saved |\n" in text

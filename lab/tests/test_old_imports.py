@@ -99,6 +99,7 @@ def test_what_never_was_is_not_imported() -> None:
         importlib.import_module("structattn.studies.nothing")
 
 
+@pytest.mark.full
 def test_the_old_names_need_the_lab_only_to_be_imported_first() -> None:
     code = (
         "import structattn_lab.tasks.registry; from structattn.studies.recipe import Recipe; print(Recipe.__module__)"

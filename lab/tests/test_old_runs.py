@@ -73,6 +73,7 @@ def test_a_run_of_a_newer_task_is_scored_as_before(task: str, newest: Path, caps
         ("decay", ["text", "--preset", "smoke", "--set", "training.steps=2", "--attention", "old-decay:0.1"]),
     ],
 )
+@pytest.mark.full
 def test_packages_of_then_are_found_by_their_entry_points(name: str, words: list[str], newest: Path, tmp_path) -> None:
     """In a new process, as after their installation: they import names that are old now."""
     path = os.pathsep.join([str(newest / "packages"), *sys.path])
@@ -134,6 +135,7 @@ def test_a_comparison_is_read_drawn_and_continued(old: Path, tmp_path: Path, cap
     assert {path: path.read_bytes() for path in written} == written  # no run was trained again
 
 
+@pytest.mark.quick(name=["forecast"])
 @pytest.mark.parametrize("name", ["scaling", "forecast"])
 def test_the_results_of_comparisons_are_drawn(name: str, old: Path, tmp_path: Path) -> None:
     shutil.copyfile(old / "results" / f"{name}.json", tmp_path / "results.json")

@@ -54,7 +54,7 @@ def changed(record, path, value):
     return record
 
 
-@pytest.mark.quick(spec=("mlr:4|4,values=4|4",))
+@pytest.mark.full
 @pytest.mark.parametrize("spec", SPECS)
 def test_every_change_of_a_record_is_refused_or_harmless(tmp_path, spec) -> None:
     model, ids, path, record, tensors = saved(tmp_path, spec)

@@ -90,6 +90,7 @@ def test_what_differs_from_head_to_head_or_is_trained_is_computed_at_once(one_he
 
 
 @torch.no_grad()
+@pytest.mark.full
 def test_takes_less_memory(monkeypatch) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 64, "num_key_value_heads": 4, "max_position_embeddings": 8192}
     model = structurize(models.llama(**sizes).eval(), "mlr:32|16|8|8")

@@ -103,6 +103,7 @@ def test_the_tokens_are_those_of_generate(name) -> None:
     assert batched(model, given, 10, num_blocks=30, max_batch_tokens=13) == wanted  # prompts in chunks
 
 
+@pytest.mark.full
 def test_requests_that_do_not_fit_wait_and_those_that_stop_leave() -> None:
     model = MODELS["values"]()
     given = prompts((40, 3, 17, 33, 9, 50))
@@ -199,6 +200,7 @@ def storm(model, count, seed, longest, options):
     assert found == {name: tokens for name, tokens in wanted.items() if name not in cancelled}
 
 
+@pytest.mark.full
 def test_a_small_storm_of_cancelled_requests() -> None:
     storm(MODELS[SHARING](), 15, 3, 40, ContinuousBatchingConfig(page_size=16, num_blocks=20))
 

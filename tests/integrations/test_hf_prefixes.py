@@ -164,6 +164,7 @@ def test_answers_of_one_prompt_share_it(length, monkeypatch) -> None:
         assert not server.pages.num_used
 
 
+@pytest.mark.full
 def test_all_answers_of_a_prompt_that_is_too_long_fail(monkeypatch) -> None:
     with served(MODELS["values"](), monkeypatch, sequences=3, num_blocks=6) as server:
         server.manager.add_request(text(100))
@@ -193,6 +194,7 @@ def retrain(model):
             weight.copy_(0.2 * torch.randn_like(weight))
 
 
+@pytest.mark.full
 def test_other_weights_share_nothing(monkeypatch) -> None:
     model = MODELS["values"]()
     tokens = text(40)
@@ -241,6 +243,7 @@ def test_a_chunk_that_needs_more_pages_than_its_prompt_ends_one_request(chunk, m
         assert server.manager.is_running()
 
 
+@pytest.mark.full
 def test_a_request_that_held_back_others_may_be_cancelled(monkeypatch) -> None:
     """transformers admits no request after it has taken pages from one, until one ends."""
     model = MODELS["values"]()

@@ -68,6 +68,7 @@ def test_the_command_looks_its_task_up_once(tmp_path, monkeypatch) -> None:
     assert (tmp_path / "out" / "figures" / "error-against-rank.png").is_file()
 
 
+@pytest.mark.full
 def test_a_comparison_says_where_its_runs_are(tmp_path) -> None:
     changes = ("training.steps=2", "seeds=2", "attention=standard,bilinear-btt:1", "learning_rates=0.001,0.002")
     recipe = apply_overrides(registry.recipe_for("nearest-neighbor", "smoke"), changes)

@@ -37,6 +37,7 @@ def forget() -> None:
         del sys.modules[name]
 
 
+@pytest.mark.full
 def test_a_task_from_outside_works_in_every_command(mean: str, tmp_path: Path, capsys) -> None:
     def printed(*words: str) -> str:
         assert main(list(words)) == 0

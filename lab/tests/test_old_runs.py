@@ -20,6 +20,7 @@ from structattn_lab.records.common import read_file
 from structattn_lab.records.fits import FitsRecord
 from structattn_lab.records.mup import MupRecord
 from structattn_lab.records.sweep import SweepRecord
+from structattn_lab.settings.old_specs import todays_spec
 from structattn_lab.training.finished import progress_of, read_finished
 
 TASKS = ("nearest-neighbor", "text", "forecast", "icl-regression", "chronos")
@@ -141,7 +142,7 @@ def test_the_results_of_comparisons_are_drawn(name: str, old: Path, tmp_path: Pa
     shutil.copyfile(old / "results" / f"{name}.json", tmp_path / "results.json")
     record, before = read_comparison(tmp_path), plain(tmp_path / "results.json")
     assert [(row.spec, row.score, row.num_params) for row in record.rows] == [
-        (row["spec"], row["score"], row["num_params"]) for row in before["rows"]
+        (todays_spec(row["spec"]), row["score"], row["num_params"]) for row in before["rows"]
     ]
     assert [baseline.metrics for baseline in record.baselines] == [row["metrics"] for row in before["baselines"]]
     assert (record.scaling is not None) == (name == "scaling")

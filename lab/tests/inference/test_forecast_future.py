@@ -35,7 +35,7 @@ from structattn_lab.tasks.forecast.task import ForecastConfig, ForecastTask, Ser
 from structattn_lab.training.evaluate import load_run
 from structattn_lab.training.finished import read_record
 
-SPECS = ("standard", "mlr:4|2|2", "peer:DLinear", "peer:iTransformer", "peer:PatchTST,n_heads=2")
+SPECS = ("standard", "mlr:4|2|2", "baseline:DLinear", "baseline:iTransformer", "baseline:PatchTST,n_heads=2")
 BASELINES = ("last value", "seasonal (24 steps)", "ridge regression")
 ROWS, LOOK_BACK, HORIZON = 400, 48, 12
 TRAINING = TrainingConfig(steps=4, batch_size=8, learning_rate=3e-3, warmup_steps=0, eval_every=2, checkpoint_every=4)
@@ -128,7 +128,7 @@ def _validation(run: Path) -> float:
     return progress.final_validation_score("mse", TRAINING.patience)
 
 
-@pytest.mark.parametrize("row", ["standard", "peer:DLinear", "seasonal", "ridge"])
+@pytest.mark.parametrize("row", ["standard", "baseline:DLinear", "seasonal", "ridge"])
 def test_intervals_are_the_ranked_errors_on_the_validation_windows(finished, task, row) -> None:
     values = table()[["a", "b"]].to_numpy().T
     forecaster = choose(finished, row, None).forecaster
@@ -216,7 +216,7 @@ def test_a_horizon_is_shorter_or_as_long_as_the_method_can(finished) -> None:
     for row in ("ridge", "seasonal"):
         whole = forecast(finished, table(), row=row)
         pd.testing.assert_frame_equal(forecast(finished, table(), row=row, horizon=5), whole[:5])
-    for row in ("standard", "peer:DLinear", "ridge regression"):
+    for row in ("standard", "baseline:DLinear", "ridge regression"):
         with pytest.raises(ConfigError, match=r"at most 12 steps.* 13.*'last value' or 'seasonal \(24 steps\)'"):
             forecast(finished, table(), row=row, horizon=13)
     long = forecast(finished, table(), row="seasonal", horizon=50, levels=[80])
@@ -255,7 +255,7 @@ def test_the_row_with_the_lowest_validation_error_is_the_default(finished) -> No
     for row, message in (
         ("stadnard", "did you mean 'standard'"),
         ("", "has no row ''"),
-        ("peer", "the beginning of several rows, 'peer:DLinear', 'peer:iTransformer'"),
+        ("baseline", "the beginning of several rows, 'baseline:DLinear', 'baseline:iTransformer'"),
     ):
         with pytest.raises(ConfigError, match=message):
             forecast(finished, table(), row=row)
@@ -369,7 +369,7 @@ def test_runs_of_versions_that_kept_nothing_use_their_training_data(finished, tm
     data = finished.parent / "data.csv"
     shutil.copyfile(finished.parent / "moved.csv", data)
     try:
-        for row in ("standard", "peer:iTransformer", "ridge", "last"):
+        for row in ("standard", "baseline:iTransformer", "ridge", "last"):
             pd.testing.assert_frame_equal(forecast(out, table(), row=row), forecast(finished, table(), row=row))
     finally:
         data.unlink()

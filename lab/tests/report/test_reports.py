@@ -196,12 +196,12 @@ def test_the_best_row_has_the_star_and_the_longest_bar_is_full(tmp_path: Path) -
 
 def test_figures_name_a_baseline_model_without_the_prefix_of_its_spec(tmp_path: Path) -> None:
     record = recorded("forecast")
-    rows = (*record.rows[:1], replace(record.rows[1], spec="peer:DLinear"), *record.rows[2:])
+    rows = (*record.rows[:1], replace(record.rows[1], spec="baseline:DLinear"), *record.rows[2:])
     page = write_pages(replace(record, rows=rows), tmp_path).read_text(encoding="utf-8")
     drawn = (tmp_path / "figures" / "scores.svg").read_text(encoding="utf-8")
     assert "DLinear" in drawn
-    assert "peer:" not in drawn
-    assert "peer:DLinear" in page  # the table: what a user writes
+    assert "baseline:" not in drawn
+    assert "baseline:DLinear" in page  # the table: what a user writes
 
 
 def test_numbers_and_labels() -> None:

@@ -10,7 +10,10 @@ import torch
 
 from structattn.errors import ConfigError, DataError
 from structattn.testing.tolerances import SAME_MODEL, SIX_DIGITS
+from structattn_lab.compare.grid import points_of
 from structattn_lab.data.series_file import read_columns
+from structattn_lab.settings.old_specs import with_todays_specs
+from structattn_lab.settings.recipe import Recipe
 from structattn_lab.settings.training import TrainingConfig
 from structattn_lab.tasks.forecast.baseline_models import BaselineModel, BaselineModelSpec
 from structattn_lab.tasks.forecast.data import WindowedChannels
@@ -21,9 +24,12 @@ from structattn_lab.tasks.forecast.task import (
     ForecastTask,
     SeriesConfig,
 )
+from structattn_lab.tasks.registry import factory_of
+from structattn_lab.training.identity import check_identity, identity_of
 from structattn_lab.training.loop import train
 
-BASELINE_MODELS = ["peer:DLinear", "peer:NHITS", "peer:PatchTST", "peer:iTransformer"]
+_TRAINING = TrainingConfig(steps=4, batch_size=8, learning_rate=0.1)
+BASELINE_MODELS = ["baseline:DLinear", "baseline:NHITS", "baseline:PatchTST", "baseline:iTransformer"]
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +135,7 @@ def test_baseline_models_take_our_windows(table, spec):
     assert torch.allclose(model(changed)[:, 0], out[:, 0], atol=SAME_MODEL) == (not model.mixes_channels)
 
 
-@pytest.mark.parametrize("spec", ["peer:DLinear", "peer:PatchTST,n_heads=2"])
+@pytest.mark.parametrize("spec", ["baseline:DLinear", "baseline:PatchTST,n_heads=2"])
 def test_baseline_models_are_drawn_from_the_seed_of_the_run(table, spec):
     task = make(table)
 
@@ -146,8 +152,8 @@ def test_baseline_models_are_drawn_from_the_seed_of_the_run(table, spec):
 def test_a_baseline_model_is_trained_and_resumed_as_ours_are(table, tmp_path):
     task = make(table)
     config = TrainingConfig(steps=6, batch_size=8, learning_rate=1e-3, eval_every=2, patience=5, checkpoint_every=2)
-    whole = train(task, "peer:PatchTST", config, seed=0, run_dir=tmp_path / "run", show_progress=False)
-    again = train(task, "peer:PatchTST", config, seed=0, run_dir=tmp_path / "run", resume=True, show_progress=False)
+    whole = train(task, "baseline:PatchTST", config, seed=0, run_dir=tmp_path / "run", show_progress=False)
+    again = train(task, "baseline:PatchTST", config, seed=0, run_dir=tmp_path / "run", resume=True, show_progress=False)
     assert whole.progress.history == again.progress.history
     assert task.evaluate(whole.model.eval(), "test") == task.evaluate(again.model.eval(), "test")
 
@@ -155,9 +161,10 @@ def test_a_baseline_model_is_trained_and_resumed_as_ours_are(table, tmp_path):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
+        ("baseline:DLiner", "did you mean 'DLinear'"),
         ("peer:DLiner", "did you mean 'DLinear'"),
-        ("peer:DLinear,window", "expected key=value, got 'window'"),
-        ("peer:DLinear,window=x y", "expected a Python number, text or list, got 'x y'"),
+        ("baseline:DLinear,window", "expected key=value, got 'window'"),
+        ("baseline:DLinear,window=x y", "expected a Python number, text or list, got 'x y'"),
     ],
 )
 def test_unknown_baseline_models(spec, message):
@@ -168,8 +175,8 @@ def test_unknown_baseline_models(spec, message):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("peer:DLinear,moving_window=3", "no setting 'moving_window'"),
-        ("peer:PatchTST,n_heads=3", "does not take these settings"),
+        ("baseline:DLinear,moving_window=3", "no setting 'moving_window'"),
+        ("baseline:PatchTST,n_heads=3", "does not take these settings"),
     ],
 )
 def test_settings_that_a_baseline_model_does_not_take(spec, message):
@@ -178,8 +185,40 @@ def test_settings_that_a_baseline_model_does_not_take(spec, message):
 
 
 def test_the_settings_of_a_baseline_model_may_be_lists():
-    spec = BaselineModelSpec.parse("peer:NHITS,n_freq_downsample=[4, 2, 1],dropout_prob_theta=0.1")
+    spec = BaselineModelSpec.parse("baseline:NHITS,n_freq_downsample=[4, 2, 1],dropout_prob_theta=0.1")
     assert dict(spec.settings) == {"n_freq_downsample": [4, 2, 1], "dropout_prob_theta": 0.1}
+
+
+def test_the_old_form_of_a_baseline_model_is_read(table):
+    assert BaselineModelSpec.parse("peer:NHITS") == BaselineModelSpec.parse("baseline:NHITS")
+    task = make(table)
+    recipe = Recipe(task=task.config, training=_TRAINING, attention=("standard", "peer:PatchTST,n_heads=2"))
+    assert recipe.attention == ("standard", "baseline:PatchTST,n_heads=2")
+    today = identity_of(task, "baseline:DLinear", recipe.training, 0)
+    assert identity_of(task, "peer:DLinear", recipe.training, 0) == today
+    check_identity(today | {"spec": "peer:DLinear"}, today, task, Path("run"))
+
+
+def test_the_old_form_is_read_in_records_and_nowhere_else():
+    record = {"rows": [{"spec": "peer:DLinear"}, {"spec": "mlr:2|2"}], "meanings": {"peer:DLinear": "a model"}}
+    columns = {"target": "peer:load"}
+    assert with_todays_specs(record | columns) == {
+        "rows": [{"spec": "baseline:DLinear"}, {"spec": "mlr:2|2"}],
+        "meanings": {"baseline:DLinear": "a model"},
+        **columns,
+    }
+
+
+def test_the_run_folder_of_an_old_comparison_is_continued(table, tmp_path):
+    recipe = Recipe(task=make(table).config, training=_TRAINING, attention=("baseline:DLinear",))
+    (point,) = points_of(factory_of("forecast"), recipe)
+    today = point.run_folder(tmp_path, "baseline:DLinear", 0, 0.1)
+    old = point.run_folder(tmp_path, "peer:DLinear", 0, 0.1)
+    assert old != today
+    old.mkdir(parents=True)
+    assert point.run_folder(tmp_path, "baseline:DLinear", 0, 0.1) == old
+    today.mkdir(parents=True)
+    assert point.run_folder(tmp_path, "baseline:DLinear", 0, 0.1) == today
 
 
 def test_attention_specs_are_no_baseline_models(table):

@@ -225,6 +225,7 @@ class TrainCommand(TaskCommand):
         require_extra()
         from structattn_lab.runs.folders import Owner, finished_in, opened
         from structattn_lab.runs.old_folders import run_record
+        from structattn_lab.settings.old_specs import todays_spec
         from structattn_lab.settings.training import WITHOUT_EFFECT
         from structattn_lab.training.build import empty_model
         from structattn_lab.training.finished import is_finished
@@ -233,7 +234,7 @@ class TrainCommand(TaskCommand):
         if _num_processes() > 1 and self.out is None:
             raise ConfigError("the processes of a launcher share one folder: give --out")
         recipe = self.recipe_of_runs()
-        attention, seed = known(self.attention), known(self.seed)
+        attention, seed = todays_spec(known(self.attention)), known(self.seed)
         task = self._tasks(recipe.task)
         settings = {
             "attention": attention,

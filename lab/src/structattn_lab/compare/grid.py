@@ -18,6 +18,7 @@ from structattn_lab.compare.budgets import training_of
 from structattn_lab.records.comparison import GridPosition
 from structattn_lab.report.numbers import fmt_flops
 from structattn_lab.runner.job import Job
+from structattn_lab.settings.old_specs import old_spec
 from structattn_lab.settings.overrides import Change, apply_overrides, with_changes
 from structattn_lab.settings.recipe import Recipe, Variation
 from structattn_lab.settings.training import TrainingConfig
@@ -193,7 +194,11 @@ def _below(group: Path, settings: str) -> Path:
 
 
 def _run_folder(group: Path, settings: str, spec: str, seed: int, rate: float) -> Path:
-    return _below(group, settings) / _slug(spec) / f"seed-{seed}-lr-{rate:g}"
+    def folder(name: str) -> Path:
+        return _below(group, settings) / _slug(name) / f"seed-{seed}-lr-{rate:g}"
+
+    old = folder(old_spec(spec))
+    return old if old.exists() and not folder(spec).exists() else folder(spec)
 
 
 def _slug(text: str) -> str:

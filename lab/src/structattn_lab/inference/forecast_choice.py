@@ -17,6 +17,7 @@ from structattn_lab.compare.grid import Point, points_of
 from structattn_lab.records.common import RESULTS
 from structattn_lab.records.comparison import BaselineRow, ComparisonRecord, Row, position_of, read_comparison
 from structattn_lab.runs.folders import OWNER
+from structattn_lab.settings.old_specs import old_spec
 from structattn_lab.settings.recipe import Recipe
 from structattn_lab.tasks.factory import TaskFactory
 from structattn_lab.tasks.forecast.baselines import Ridge
@@ -220,7 +221,7 @@ def _named(folder: Path, found: Sequence[_Candidate], row: str | None) -> list[_
     wanted = "".join(row.split()).lower()
 
     def names(one: _Candidate) -> tuple[str, ...]:
-        return tuple("".join(name.split()).lower() for name in (one.name, name_of(one.name)))
+        return tuple("".join(name.split()).lower() for name in (one.name, old_spec(one.name), name_of(one.name)))
 
     chosen = [one for one in found if wanted in names(one)]
     chosen = chosen or [one for one in found if wanted and any(name.startswith(wanted) for name in names(one))]

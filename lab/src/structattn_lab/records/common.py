@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 from structattn.errors import CheckpointError, ConfigError
 from structattn.machine import Hardware
 from structattn.typed_records import read_as
+from structattn_lab.settings.old_specs import with_todays_specs
 
 Json = dict[str, Any]  # chosen by a task or a user: settings, and data for the figures of a task
 RESULTS, REPORT = "results.json", "report.html"
@@ -73,7 +74,7 @@ def read_versioned(kind: type[T], data: object, where: str) -> T:
             f"{where}: expected format version {FORMAT_VERSION} or older, got {version!r}: it was written by another "
             "version of structattn, read it with that one"
         )
-    return read_as(kind, {**data, "format_version": FORMAT_VERSION}, where)
+    return read_as(kind, with_todays_specs({**data, "format_version": FORMAT_VERSION}), where)
 
 
 def read_file(kind: type[T], path: Path) -> T:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from structattn.errors import ConfigError
 from structattn.files import TEMPORARY, absolute, remove_temporary, write_atomic
 from structattn_lab.settings.config_file import CONFIG
+from structattn_lab.settings.old_specs import with_todays_specs
 
 if sys.platform != "win32":
     import fcntl
@@ -70,7 +71,7 @@ class Owner:
 
         A setting that only one of them has is of another version of structattn and is ignored.
         """
-        old, now = (json.loads(json.dumps(settings)) for settings in (before, self.settings))
+        old, now = (with_todays_specs(json.loads(json.dumps(settings))) for settings in (before, self.settings))
         left_out = self.free if free else ()
         return [
             f"{name} = {was!r}, now {value!r}"

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from structattn.checks import check_choice, check_field_types, check_int, check_number
 from structattn.errors import ConfigError
+from structattn_lab.settings.old_specs import todays_spec
 from structattn_lab.settings.overrides import Change
 from structattn_lab.settings.training import TrainingConfig
 
@@ -90,6 +91,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         check_field_types(self)
+        object.__setattr__(self, "attention", tuple(map(todays_spec, self.attention)))
         check_int("seeds", self.seeds, minimum=1)
         check_choice("equal", self.equal, ("steps", "compute"))
         if self.num_runs > MOST_RUNS:

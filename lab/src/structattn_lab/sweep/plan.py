@@ -17,6 +17,7 @@ from structattn.files import write_atomic
 from structattn_lab.records.common import read_file, to_json
 from structattn_lab.records.sweep import Parameter, Trial, Value
 from structattn_lab.runner.job import Job
+from structattn_lab.settings.old_specs import todays_spec
 from structattn_lab.settings.overrides import Change, apply_overrides
 from structattn_lab.settings.recipe import MOST_RUNS
 from structattn_lab.sweep.halving import REDUCTION
@@ -72,6 +73,7 @@ class SweepPlan:
         check_int("seed", self.seed, minimum=0, maximum=MAX_SEED)
         check_int("trials", self.trials, minimum=1, maximum=MOST_RUNS)
         check_choice("scheduler", self.scheduler, ("asha", "none"))
+        object.__setattr__(self, "attention", todays_spec(self.attention))
         object.__setattr__(self, "tasks", factory_of(self.task_name))
         check_spec = self.tasks.kind.check_spec
         object.__setattr__(self, "parameters", parse_parameters(self.params, self.settings, check_spec))

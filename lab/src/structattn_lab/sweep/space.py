@@ -23,6 +23,7 @@ from structattn.errors import ConfigError, nearest_name
 from structattn.spec.grammar import one_of, reading, several, split_list, split_specs
 from structattn.spec.layers import LayerSpecs
 from structattn_lab.records.sweep import Parameter
+from structattn_lab.settings.old_specs import todays_spec
 from structattn_lab.settings.overrides import Change, convert, fields_of
 from structattn_lab.settings.training import TrainingConfig
 
@@ -102,7 +103,7 @@ def _range(name: str, kind: type, body: str) -> tuple[float, float]:
 
 
 def _choices(name: str, hint: Any, body: str, check_spec: CheckSpec) -> tuple[str, ...]:
-    choices = split_specs(body) if name == ATTENTION else split_list(body)
+    choices = list(map(todays_spec, split_specs(body))) if name == ATTENTION else split_list(body)
     if not all(choices):
         raise ConfigError(f"expected a choice before and after every comma, got {quoted(body)}")
     if twice := [choice for choice in choices if choices.count(choice) > 1]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from structattn.errors import CheckpointError
+from structattn_lab.settings.old_specs import todays_spec, with_todays_specs
 from structattn_lab.settings.training import WITHOUT_EFFECT, TrainingConfig
 from structattn_lab.tasks.base import Task
 
@@ -19,7 +20,7 @@ def identity_of(task: Task, spec: str, config: TrainingConfig, seed: int) -> dic
     found = {
         "task": task.name,
         "data": task.data_sha256,
-        "spec": spec,
+        "spec": todays_spec(spec),
         "seed": seed,
         "config": _lasting(dataclasses.asdict(config)),
         "task_config": dataclasses.asdict(task.config),
@@ -36,6 +37,7 @@ def check_identity(saved: dict[str, Any], wanted: dict[str, Any], task: Task, fo
         task: of the run.
         folder: for the message.
     """
+    saved = with_todays_specs(saved)
     # A setting that is newer than the checkpoint had its default value then.
     config = _default_settings() | _lasting(saved.get("config", {}))
     data = saved.get("data")

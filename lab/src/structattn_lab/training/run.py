@@ -19,6 +19,7 @@ from structattn.files import remove_temporary
 from structattn.typed_records import read_as
 from structattn_lab.records.run import Progress, RunRecord, without_state
 from structattn_lab.settings.config_file import settings_of, write_config
+from structattn_lab.settings.old_specs import todays_spec
 from structattn_lab.settings.trackers import NONE
 from structattn_lab.settings.training import TrainingConfig
 from structattn_lab.tasks.base import Batch, Split, Task
@@ -66,6 +67,7 @@ class TrainingRun:
     """
 
     def __init__(self, task: Task, spec: str, config: TrainingConfig, seed: int, run_dir: Path) -> None:
+        spec = todays_spec(spec)
         self.task, self.spec, self.config, self.seed, self.run_dir = task, spec, config, seed, run_dir
         is_sharded = sharding.is_requested()
         processes.follow_launcher()

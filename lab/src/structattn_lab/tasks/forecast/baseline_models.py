@@ -24,8 +24,9 @@ from structattn.checks import quoted
 from structattn.errors import ConfigError, MissingDependencyError, nearest_name
 from structattn.extras import install_command
 from structattn.spec.grammar import assignment, one_of, reading, split_list
+from structattn_lab.settings.old_specs import todays_spec
 
-PREFIX = "peer:"
+PREFIX = "baseline:"
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,8 @@ _MODELS = {
 
 @dataclass(frozen=True)
 class BaselineModelSpec:
-    """A baseline model in one line, such as ``peer:PatchTST`` or
-    ``peer:NHITS,dropout_prob_theta=0.1,n_freq_downsample=[8,4,1]``.
+    """A baseline model in one line, such as ``baseline:PatchTST`` or
+    ``baseline:NHITS,dropout_prob_theta=0.1,n_freq_downsample=[8,4,1]``.
 
     Args:
         name: DLinear, NHITS, PatchTST or iTransformer.
@@ -72,6 +73,7 @@ class BaselineModelSpec:
         Raises:
             ConfigError: an unknown name, or a setting that is not ``name=value``.
         """
+        spec = todays_spec(spec)
         if not spec.startswith(PREFIX):
             return None
         with reading("baseline model", spec, f"Written {PREFIX}NAME[,KEY=VALUE...], such as {PREFIX}DLinear"):
@@ -114,8 +116,8 @@ class BaselineModel(nn.Module):
             models = import_module("neuralforecast.models")
         except ImportError as error:
             raise MissingDependencyError(
-                f"peer:{spec.name} is a model of neuralforecast, which is not installed: {install_command('forecast')} "
-                f"({error})"
+                f"{PREFIX}{spec.name} is a model of neuralforecast, which is not installed: "
+                f"{install_command('forecast')} ({error})"
             ) from error
         known_model = _MODELS[spec.name]
         self.mixes_channels = known_model.mixes_channels
@@ -131,7 +133,7 @@ class BaselineModel(nn.Module):
         ]
         if unknown := [name for name in arguments if name not in known]:
             raise ConfigError(
-                f"peer:{spec.name} has no setting {quoted(unknown[0])}: {nearest_name(unknown[0], known)}"
+                f"{PREFIX}{spec.name} has no setting {quoted(unknown[0])}: {nearest_name(unknown[0], known)}"
             )
         with _own_seed():
             try:
@@ -139,7 +141,7 @@ class BaselineModel(nn.Module):
                 model = kind(**arguments, random_seed=torch.initial_seed() % 2**32)
             except Exception as error:  # whatever it raises for arguments that it does not take
                 raise ConfigError(
-                    f"peer:{spec.name} of neuralforecast does not take these settings: {error}"
+                    f"{PREFIX}{spec.name} of neuralforecast does not take these settings: {error}"
                 ) from error
         self.network = model
 

@@ -31,7 +31,7 @@ _DEMO = Recipe(
     seeds=3,
 )
 
-_BASELINE_MODELS = ("peer:PatchTST", "peer:iTransformer", "peer:DLinear", "peer:NHITS")
+_BASELINE_MODELS = ("baseline:PatchTST", "baseline:iTransformer", "baseline:DLinear", "baseline:NHITS")
 _HORIZONS = (96, 192, 336)
 _LOOK_BACKS = (96, 336, 512, 1024, 2048)
 

@@ -101,8 +101,8 @@ class ForecastTask(Task):
     """Mean squared and absolute error over all test windows, on the scaled target and in its own units; means
     over the columns.
 
-    Models are ``Forecaster`` with an attention spec, which sees one column at a time, or with ``peer:NAME`` a
-    baseline model of neuralforecast (see ``BaselineModelSpec``).
+    Models are ``Forecaster`` with an attention spec, which sees one column at a time, or with
+    ``baseline:NAME`` a baseline model of neuralforecast (see ``BaselineModelSpec``).
     """
 
     name = "forecast"

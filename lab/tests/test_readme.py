@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import structattn as sa
-from structattn.layers.build import build_attention
+from structattn.layers.build_attention import build_attention
 from structattn.layers.layer import LayerShape
 from structattn.spec import attention as spec_forms
 from structattn.spec.attention import FORMS, all_forms

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import structattn as sa
 from structattn.errors import CacheError, ConfigError, ShapeError
-from structattn.layers.build import build_attention
+from structattn.layers.build_attention import build_attention
 from structattn.layers.layer import LayerShape
 from structattn.spec.attention import all_forms
 from structattn.testing.tolerances import assert_close

@@ -11,7 +11,7 @@ from typing import get_args
 import torch
 
 from structattn.errors import BackendUnavailableError, StructAttnError
-from structattn.layers.build import build_attention
+from structattn.layers.build_attention import build_attention
 from structattn.layers.layer import LayerShape
 from structattn.layout.levels import LevelLayout
 from structattn.machine import hardware, versions

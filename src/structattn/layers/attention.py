@@ -29,11 +29,11 @@ from structattn.errors import ConfigError, ShapeError
 from structattn.layers import checks
 from structattn.layers.attention_spec import AttentionSpec
 from structattn.layers.cost import AttentionCost, attention_cost, cached_numbers
-from structattn.layers.factory import Device, check_dtype, on_device
-from structattn.layers.latent import ScoringLatent
+from structattn.layers.device import Device, check_dtype, on_device
 from structattn.layers.layer import AttentionLayer
 from structattn.layers.rotary import Rotary
 from structattn.layers.scoring import LowRank, Scoring, check_scoring
+from structattn.layers.scoring_latent import ScoringLatent
 from structattn.layers.scoring_modules import HeadShape
 from structattn.layout.global_window import Layout
 from structattn.layout.levels import LevelLayout

@@ -18,7 +18,7 @@ from structattn.cache.rows import OneLayerCache
 from structattn.checks import check_sequences, check_size
 from structattn.errors import ConfigError, ShapeError
 from structattn.layers.checks import check_cache, check_states
-from structattn.layers.counted import Weights, counted_flops, weights_of
+from structattn.layers.counted_flops import Weights, counted_flops, weights_of
 from structattn.layers.rotary import Rotary
 from structattn.layout.global_window import Layout
 from structattn.layout.levels import MAX_COUNTED

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from structattn.checks import check_bool, check_device, check_size, check_tensor, check_type, describe, quoted
 from structattn.errors import ConfigError, ShapeError
-from structattn.layers.factory import check_dtype
+from structattn.layers.device import check_dtype
 from structattn.matrices import Structure, StructuredMatrix
 from structattn.optim.roles import Role
 

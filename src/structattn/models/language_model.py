@@ -23,7 +23,7 @@ from structattn.checks import (
 )
 from structattn.errors import ConfigError, ShapeError
 from structattn.layers.attention_spec import AttentionSpec
-from structattn.layers.factory import Device, check_dtype, on_device
+from structattn.layers.device import Device, check_dtype, on_device
 from structattn.layers.rotary import Rotary
 from structattn.layout.text import TextHistory, TextUnits
 from structattn.memory import check_memory

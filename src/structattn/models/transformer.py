@@ -16,7 +16,7 @@ from structattn.cache.numbers import is_traced
 from structattn.checks import MAX_LENGTH, check_bool, check_number, check_sequences, check_size, check_type, describe
 from structattn.errors import ConfigError, ShapeError, StructAttnError
 from structattn.layers.block import TransformerBlock
-from structattn.layers.build import build_attention
+from structattn.layers.build_attention import build_attention
 from structattn.layers.checks import check_states
 from structattn.layers.layer import LayerShape
 from structattn.layers.rotary import Rotary

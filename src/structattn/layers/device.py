@@ -1,4 +1,4 @@
-"""Where and in which dtype a module is created: ``device`` and ``dtype`` as ``nn.Linear`` takes them."""
+"""The device and the dtype in which a module is created, as ``nn.Linear`` takes them."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from benchmarks.sdpa import TRIALS, fastest_sdpa  # noqa: E402
 from benchmarks.timing import CpuClock, WrongResultError  # noqa: E402
 
 from structattn.errors import ConfigError  # noqa: E402
-from structattn.parallel import local  # noqa: E402
+from structattn.parallel.partial_attention import PartialAttention  # noqa: E402
 from structattn.testing.tolerances import assert_close  # noqa: E402
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -228,8 +228,8 @@ def test_the_fastest_kernel_of_pytorch_is_named() -> None:
 def test_attention_over_a_divided_sequence_is_checked(name: str, tmp_path: Path, monkeypatch) -> None:
     row = row_named(f"check/divided/{name}/float32", tmp_path)
     assert worker.outcome(row, rehearsal(tmp_path))["status"] == "ok"
-    right = local.Part.forward
-    monkeypatch.setattr(local.Part, "forward", lambda *arguments: tuple(1.01 * x for x in right(*arguments)))
+    right = PartialAttention.forward
+    monkeypatch.setattr(PartialAttention, "forward", lambda *arguments: tuple(1.01 * x for x in right(*arguments)))
     assert worker.outcome(row, rehearsal(tmp_path))["status"] == "wrong"
 
 

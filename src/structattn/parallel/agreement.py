@@ -44,33 +44,33 @@ def agreed_lengths(
     """
     text = json.dumps({"error": f"{type(error).__name__}: {error}"} if error is not None else {"call": call}).encode()
     digest = int.from_bytes(hashlib.sha256(text).digest()[:8], "big", signed=True)
-    own = torch.tensor([error is None, length, digest, len(text)], dtype=torch.int64, device=device)
-    rows = processes.gathered(own).tolist()
+    row = torch.tensor([error is None, length, digest, len(text)], dtype=torch.int64, device=device)
+    rows = processes.gathered(row).tolist()
     is_right, lengths, digests, sizes = zip(*rows, strict=True)
     if all(is_right) and len(set(digests)) == 1:
         return tuple(lengths)
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
     padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     texts = processes.gathered(padded.to(device)).cpu()
-    said = [json.loads(bytes(row[:size].tolist())) for row, size in zip(texts, sizes, strict=True)]
+    answers = [json.loads(bytes(row[:size].tolist())) for row, size in zip(texts, sizes, strict=True)]
     if error is not None:
         raise error
-    for number, one in enumerate(said):
-        if "error" in one:
+    for number, answer in enumerate(answers):
+        if "error" in answer:
             raise ConfigError(
                 f"nothing was computed, since the call of process {number} of {processes.count} (counted from 0) is "
-                f"wrong: {one['error']}"
+                f"wrong: {answer['error']}"
             )
-    raise ConfigError(f"{rule}: {_difference([x['call'] for x in said])}")
+    raise ConfigError(f"{rule}: {_difference([x['call'] for x in answers])}")
 
 
 def _difference(calls: list[dict[str, object]]) -> str:
     """The first thing that differs, and the processes in which it does."""
     for name in calls[0]:
-        found: dict[str, list[int]] = {}
+        processes: dict[str, list[int]] = {}
         for number, call in enumerate(calls):
-            found.setdefault(shortened(json.dumps(call.get(name)), 300), []).append(number)
-        if len(found) > 1:
-            values = "; ".join(f"{value} in process {', '.join(map(str, where))}" for value, where in found.items())
+            processes.setdefault(shortened(json.dumps(call.get(name)), 300), []).append(number)
+        if len(processes) > 1:
+            values = "; ".join(f"{value} in process {', '.join(map(str, where))}" for value, where in processes.items())
             return f"{name} is {values} (counted from 0)"
     raise AssertionError("calls of different digests are equal")

@@ -18,10 +18,10 @@ from structattn.ops.call import Call, Pairs
 from structattn.ops.reference import with_sinks
 from structattn.ops.terms import ScoreTerms
 from structattn.parallel.agreement import agreed_lengths
-from structattn.parallel.attention import ShardedAttention
-from structattn.parallel.local import constant_scale
-from structattn.parallel.plan import plan_of
+from structattn.parallel.exchange_plan import exchange_plan
+from structattn.parallel.partial_attention import constant_scale
 from structattn.parallel.processes import Processes
+from structattn.parallel.sharded_attention import ShardedAttention
 
 
 def context_parallel(layout: LevelLayout | None, mesh: DeviceMesh, *, order: Order = "contiguous") -> ContextParallel:
@@ -99,8 +99,8 @@ class ContextParallel:
         else:
             held = checked_shards(num_positions, count)
         lengths, holders = divided(held, self.order)
-        found = torch.arange(sum(held)).split(list(lengths))
-        return torch.cat([x for x, holder in zip(found, holders, strict=True) if holder == self._processes.index])
+        tokens = torch.arange(sum(held)).split(list(lengths))
+        return torch.cat([x for x, holder in zip(tokens, holders, strict=True) if holder == self._processes.index])
 
     @overload
     def __call__(
@@ -201,7 +201,7 @@ class ContextParallel:
             window=call.window,
         )
         q, k, v = checks.autocasted(q, k, v)
-        plan = plan_of(shards, layout, v.shape[3], self._processes.index)
+        plan = exchange_plan(shards, layout, v.shape[3], self._processes.index)
         with checks.without_autocast(q):
             out, lse = ShardedAttention.apply(q, k, v, self._processes, plan, call)  # type: ignore[no-untyped-call]
             if sinks is not None:

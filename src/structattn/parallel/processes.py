@@ -42,18 +42,18 @@ class Processes:
         if mesh.ndim != 1:
             remedy = f": take one of its dimensions, as mesh[{mesh.mesh_dim_names[0]!r}]" if mesh.mesh_dim_names else ""
             raise ConfigError(f"the mesh must have one dimension, got {mesh.ndim}{remedy}")
-        place = mesh.get_coordinate()
-        if place is None:
+        coordinate = mesh.get_coordinate()
+        if coordinate is None:
             raise ConfigError(f"this process, {dist.get_rank()}, is not one of the mesh {mesh.mesh.tolist()}")
-        self.index, self.count, self.device_type = place[0], mesh.size(), mesh.device_type
+        self.index, self.count, self.device_type = coordinate[0], mesh.size(), mesh.device_type
         self._group = mesh.get_group()
 
     def gathered(self, x: Tensor) -> Tensor:
         """A tensor of the same shape in all processes, from all of them: (count, *shape)."""
-        found = [torch.empty_like(x) for _ in range(self.count)]
+        tensors = [torch.empty_like(x) for _ in range(self.count)]
         with self._named_loss():
-            dist.all_gather(found, x, group=self._group)
-        return torch.stack(found)
+            dist.all_gather(tensors, x, group=self._group)
+        return torch.stack(tensors)
 
     def summed(self, x: Tensor) -> Tensor:
         """The sum over all processes of a tensor of the same shape, on its device and without a gradient."""

@@ -73,9 +73,9 @@ class SequenceShard:
         """Where tokens of the whole sequence, an int64 tensor, are among those of this process; -1 for those
         of others.
         """
-        places = torch.full((self.num_tokens,), -1, device=tokens.device)
-        places[self.tokens(tokens.device)] = torch.arange(self.length, device=tokens.device)
-        return places[tokens]
+        positions = torch.full((self.num_tokens,), -1, device=tokens.device)
+        positions[self.tokens(tokens.device)] = torch.arange(self.length, device=tokens.device)
+        return positions[tokens]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(

@@ -110,7 +110,7 @@ def _joined(path: str, name: str) -> str:
 Ties = dict[tuple[nn.Module, str], list[tuple[nn.Module, str]]]
 
 
-class _OwnParts(ParallelStyle):
+class _LocalParts(ParallelStyle):
     """Parameters are DTensors; while the module computes it holds the parts of this process in their
     place.
     """
@@ -121,22 +121,22 @@ class _OwnParts(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for owner, name, placement in list(self._placed(module)):
-            given: Tensor = owner.get_parameter(name)
-            if isinstance(given, DTensor):  # tied to one before it
+            whole_parameter: Tensor = owner.get_parameter(name)
+            if isinstance(whole_parameter, DTensor):  # tied to one before it
                 continue
-            part = distribute_tensor(given, device_mesh, [placement], src_data_rank=self.src_data_rank)
-            parameter = nn.Parameter(part, requires_grad=given.requires_grad)
-            for other, own in self._ties.get((owner, name), [(owner, name)]):
-                other.register_parameter(own, parameter)
+            part = distribute_tensor(whole_parameter, device_mesh, [placement], src_data_rank=self.src_data_rank)
+            parameter = nn.Parameter(part, requires_grad=whole_parameter.requires_grad)
+            for other, other_name in self._ties.get((owner, name), [(owner, name)]):
+                other.register_parameter(other_name, parameter)
 
         def enter(module: nn.Module, arguments: Any, named: Any) -> Any:
             _leave(module)  # after a call that was interrupted
-            found = self._arguments(arguments, named, device_mesh)
+            inputs = self._arguments(arguments, named, device_mesh)
             module.__dict__[_WHOLE] = whole = []
-            for values, name, value in list(self._own(module, device_mesh.size())):
+            for values, name, value in list(self._local_values(module, device_mesh.size())):
                 whole.append((values, name, values[name]))
                 values[name] = value
-            return found
+            return inputs
 
         module.register_forward_pre_hook(enter, with_kwargs=True)
         module.register_forward_hook(_leave, always_call=True)
@@ -146,16 +146,16 @@ class _OwnParts(ParallelStyle):
     def _placed(self, module: nn.Module) -> Iterator[tuple[nn.Module, str, Placement]]:
         """The parameters, by their module and name, and how each is divided."""
 
-    def _own(self, module: nn.Module, count: int) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    def _local_values(self, module: nn.Module, count: int) -> Iterator[tuple[dict[str, Any], str, Any]]:
         """The attributes that are of this process while the module computes, by the dict that has them and
         their name.
         """
         for owner, name, _ in self._placed(module):
             parameter: Tensor = owner.get_parameter(name)
             if isinstance(parameter, DTensor):
-                yield owner._parameters, name, self._part(parameter)
+                yield owner._parameters, name, self._local_part(parameter)
 
-    def _part(self, parameter: DTensor) -> Tensor:
+    def _local_part(self, parameter: DTensor) -> Tensor:
         return parameter.to_local()
 
     def _arguments(self, arguments: tuple[Any, ...], named: dict[str, Any], mesh: DeviceMesh) -> Any:
@@ -171,7 +171,7 @@ def _leave(module: nn.Module, *_: object) -> None:
         values[name] = value
 
 
-class _Replicated(_OwnParts):
+class _Replicated(_LocalParts):
     """Every process has the parameters of the module itself, and computes all of their gradient."""
 
     def _placed(self, module: nn.Module) -> Iterator[tuple[nn.Module, str, Placement]]:
@@ -179,7 +179,7 @@ class _Replicated(_OwnParts):
             yield module, name, Replicate()
 
 
-class _ByHeads(_OwnParts):
+class _ByHeads(_LocalParts):
     """The style of an ``Attention``: a process has G / N key heads with their query heads, and gives the rows
     of the output projection that read them, which ``RowwiseParallel`` adds up, their outputs.
 
@@ -195,9 +195,9 @@ class _ByHeads(_OwnParts):
                 for name, _ in owner.named_parameters(recurse=False, remove_duplicate=False):
                     yield owner, name, Shard(0) if owner in by_heads else Replicate()
 
-    def _own(self, module: nn.Module, count: int) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    def _local_values(self, module: nn.Module, count: int) -> Iterator[tuple[dict[str, Any], str, Any]]:
         assert isinstance(module, Attention)
-        yield from super()._own(module, count)
+        yield from super()._local_values(module, count)
         heads, groups = module.num_heads // count, module.num_kv_heads // count
         yield module.__dict__, "num_heads", heads
         yield module.__dict__, "num_kv_heads", groups
@@ -208,7 +208,7 @@ class _ByHeads(_OwnParts):
             if isinstance(matrix, FactoredMatrix):
                 yield matrix.__dict__, "right_batch_shape", _divided(matrix.right_batch_shape, count)
 
-    def _part(self, parameter: DTensor) -> Tensor:
+    def _local_part(self, parameter: DTensor) -> Tensor:
         if not parameter.placements[0].is_replicate():
             return parameter.to_local()
         # The gradient that this process gives is that of its heads: going back through ``redistribute`` adds
@@ -216,8 +216,8 @@ class _ByHeads(_OwnParts):
         return parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
     def _arguments(self, arguments: tuple[Any, ...], named: dict[str, Any], mesh: DeviceMesh) -> Any:
-        found = {name: _summed_gradient(x, mesh) if name in ("x", "context") else x for name, x in named.items()}
-        return tuple(_summed_gradient(x, mesh) for x in arguments), found
+        summed = {name: _summed_gradient(x, mesh) if name in ("x", "context") else x for name, x in named.items()}
+        return tuple(_summed_gradient(x, mesh) for x in arguments), summed
 
 
 def _divided(batch_shape: tuple[int, ...], count: int) -> tuple[int, ...]:
@@ -280,17 +280,17 @@ def _check_mlp(path: str, module: MLP, count: int) -> None:
 
 
 def _check_linears(name: str, linears: dict[str, nn.Module]) -> None:
-    for own, linear in linears.items():
+    for attribute, linear in linears.items():
         if type(linear) is not nn.Linear:
             raise ConfigError(
-                f"{own} of {name} must be an nn.Linear to be divided, got {type(linear).__name__}, whose factors "
+                f"{attribute} of {name} must be an nn.Linear to be divided, got {type(linear).__name__}, whose factors "
                 "belong to all of its features"
             )
 
 
 def _ties(modules: Iterable[nn.Module]) -> Ties:
-    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in modules:
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            places.setdefault(parameter, []).append((module, name))
-    return {place: found for found in places.values() if len(found) > 1 for place in found}
+            owners.setdefault(parameter, []).append((module, name))
+    return {owner: tied for tied in owners.values() if len(tied) > 1 for owner in tied}

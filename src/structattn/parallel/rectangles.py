@@ -2,8 +2,8 @@
 call needs no positions.
 
 Blocks that begin where shards begin give one rectangle for each span. Where levels slide, the pairs that
-share n levels are a band between two diagonals: it is cut into rectangles that lie inside one band, and small
-ones that a diagonal crosses.
+share n levels are a band between two diagonals: it is divided into rectangles that lie inside one band, and
+small ones that a diagonal crosses.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LEAF = 512
 
 
 @dataclass(frozen=True)
-class Piece:
+class Rectangle:
     """Some queries of a span against some of its keys.
 
     Attributes:
@@ -38,26 +38,28 @@ class Piece:
 
 
 @functools.lru_cache(maxsize=1024)  # of the passes of all layers and steps
-def pieces_of(layout: LevelLayout, span: KeySpan, window: int | None, *, divides_bands: bool) -> tuple[Piece, ...]:
+def rectangles_of(
+    layout: LevelLayout, span: KeySpan, window: int | None, *, divides_bands: bool
+) -> tuple[Rectangle, ...]:
     """The rectangles of a span, without those of hidden pairs.
 
     Args:
         window: of the call, as in ``structured_attention``.
-        divides_bands: whether a span that is no uniform rectangle is cut; else it is one piece.
+        divides_bands: whether a span that is no uniform rectangle is divided; else it is one rectangle.
     """
     queries, keys = span.queries[1] - span.queries[0], span.tokens[1] - span.tokens[0]
     reaches = [window] * span.level
     if layout.windows is not None:
         reaches = [shorter(reach, window) for reach in layout.windows[: span.level]]
     elif not _are_in_one_block(layout, span):
-        return (Piece((0, queries), (0, keys), span.level, False),)
+        return (Rectangle((0, queries), (0, keys), span.level, False),)
     offset = span.first_query - span.first_key  # how far the first query is from the first key
 
     def levels(query: int, key: int) -> int:
         distance = abs(offset + query - key)
         return sum(reach is None or distance < reach for reach in reaches)
 
-    def rectangles(first: int, stop: int, first_key: int, stop_key: int) -> Iterator[Piece]:
+    def divided(first: int, stop: int, first_key: int, stop_key: int) -> Iterator[Rectangle]:
         # Of the nearest pair and of the farthest one, or the other way round where the keys come after the
         # queries.
         corners = levels(first, stop_key - 1), levels(stop - 1, first_key)
@@ -65,17 +67,17 @@ def pieces_of(layout: LevelLayout, span: KeySpan, window: int | None, *, divides
             return
         rows, columns = stop - first, stop_key - first_key
         if min(corners) == max(corners) or max(rows, columns) <= LEAF or not divides_bands:
-            yield Piece((first, stop), (first_key, stop_key), max(corners), min(corners) == max(corners))
+            yield Rectangle((first, stop), (first_key, stop_key), max(corners), min(corners) == max(corners))
         elif rows >= columns:
             middle = first + _half(rows)
-            yield from rectangles(first, middle, first_key, stop_key)
-            yield from rectangles(middle, stop, first_key, stop_key)
+            yield from divided(first, middle, first_key, stop_key)
+            yield from divided(middle, stop, first_key, stop_key)
         else:
             middle = first_key + _half(columns)
-            yield from rectangles(first, stop, first_key, middle)
-            yield from rectangles(first, stop, middle, stop_key)
+            yield from divided(first, stop, first_key, middle)
+            yield from divided(first, stop, middle, stop_key)
 
-    return tuple(rectangles(0, queries, 0, keys))
+    return tuple(divided(0, queries, 0, keys))
 
 
 def _half(length: int) -> int:

@@ -22,10 +22,10 @@ from torch import Tensor
 from structattn.errors import DerivativeError
 from structattn.layout.shards import KeySpan
 from structattn.ops.call import Call
-from structattn.parallel.local import own_part, span_parts
-from structattn.parallel.pieces import Piece
-from structattn.parallel.plan import Plan, Views, packed, sizes, unpacked
+from structattn.parallel.exchange_plan import ExchangePlan, Views, packed, sizes, unpacked
+from structattn.parallel.partial_attention import attention_in_shard, attention_to_span
 from structattn.parallel.processes import Processes
+from structattn.parallel.rectangles import Rectangle
 
 
 class ShardedAttention(torch.autograd.Function):
@@ -33,28 +33,28 @@ class ShardedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, processes: Processes, plan: Plan, call: Call
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, processes: Processes, plan: ExchangePlan, call: Call
     ) -> tuple[Tensor, Tensor]:
-        views = plan.own(k, v)
+        views = plan.outgoing(k, v)
         others = plan.empty(k)
         exchange = None
         if not plan.is_silent:
-            exchange = processes.exchange(packed(views, k), sizes(views), sizes(plan.arrived(others)))
-        parts = [own_part(plan, shard, call).forward(*_tokens(at, q, k, v)) for shard, at in plan.held]
+            exchange = processes.exchange(packed(views, k), sizes(views), sizes(plan.incoming(others)))
+        parts = [attention_in_shard(plan, shard, call).forward(*_tokens(at, q, k, v)) for shard, at in plan.held]
         out, lse = (_joined(tensors) for tensors in zip(*parts, strict=True))
-        for view, place in plan.here(k, v, others):
-            place.copy_(view)
+        for view, copy in plan.kept(k, v, others):
+            copy.copy_(view)
         if exchange is not None:
-            _copy(exchange.wait(), plan.arrived(others))
+            _copy(exchange.wait(), plan.incoming(others))
             exchange = None  # its memory is that of all keys that came
         if others:
             joined = out.to(lse.dtype, copy=True)
             for span, key, value in zip(plan.spans, others[::2], others[1::2], strict=True):
-                for piece, call_of_piece in span_parts(plan, span, call, q, key, value):
-                    query, some = _queries(q, span, piece), slice(*piece.keys)
-                    dim, shared = plan.dims(piece.level)
-                    part = call_of_piece.forward(query[..., :dim], key[:, :, some, :dim], value[:, :, some, :shared])
-                    _join(_queries(joined, span, piece), _queries(lse[..., None], span, piece), *part)
+                for rectangle, partial in attention_to_span(plan, span, call, q, key, value):
+                    query, keys = _queries(q, span, rectangle), slice(*rectangle.keys)
+                    dim, shared = plan.dims(rectangle.level)
+                    part = partial.forward(query[..., :dim], key[:, :, keys, :dim], value[:, :, keys, :shared])
+                    _join(_queries(joined, span, rectangle), _queries(lse[..., None], span, rectangle), *part)
             out = joined.to(out.dtype)
         ctx.save_for_backward(q, k, v, out, lse, *others)
         ctx.processes, ctx.plan, ctx.call = processes, plan, call
@@ -75,47 +75,47 @@ class ShardedAttention(torch.autograd.Function):
         grad_q = torch.zeros_like(q, dtype=lse.dtype, memory_format=torch.contiguous_format)
         changes = []
         for span, key, value in zip(plan.spans, others[::2], others[1::2], strict=True):
-            pieces = span_parts(plan, span, call, q, key, value)
-            changed = [] if len(pieces) == 1 else [torch.zeros_like(x, dtype=lse.dtype) for x in (key, value)]
-            for piece, call_of_piece in pieces:
-                query, outward, known = (_queries(x, span, piece) for x in (q, grad_out, out))
-                some = slice(*piece.keys)
-                dim, shared = plan.dims(piece.level)
+            parts_of_span = attention_to_span(plan, span, call, q, key, value)
+            changed = [] if len(parts_of_span) == 1 else [torch.zeros_like(x, dtype=lse.dtype) for x in (key, value)]
+            for rectangle, partial in parts_of_span:
+                query, outward, output = (_queries(x, span, rectangle) for x in (q, grad_out, out))
+                keys = slice(*rectangle.keys)
+                dim, shared = plan.dims(rectangle.level)
                 # What a backend subtracts from rowsum(grad_out * out) of the dimensions that it is given.
-                rest = (outward[..., shared:] * known[..., shared:]).sum(-1, dtype=lse.dtype)
-                dq, dk, dv = call_of_piece.backward(
+                rest = (outward[..., shared:] * output[..., shared:]).sum(-1, dtype=lse.dtype)
+                dq, dk, dv = partial.backward(
                     outward[..., :shared],
-                    _queries(grad_lse, span, piece) - rest,
+                    _queries(grad_lse, span, rectangle) - rest,
                     query[..., :dim],
-                    key[:, :, some, :dim],
-                    value[:, :, some, :shared],
-                    known[..., :shared],
-                    _queries(lse, span, piece),
+                    key[:, :, keys, :dim],
+                    value[:, :, keys, :shared],
+                    output[..., :shared],
+                    _queries(lse, span, rectangle),
                 )
-                _queries(grad_q, span, piece)[..., :dim].add_(dq)
-                if len(pieces) == 1:
+                _queries(grad_q, span, rectangle)[..., :dim].add_(dq)
+                if len(parts_of_span) == 1:
                     changed = [dk, dv]
                 else:
                     for whole, change in zip(changed, (dk, dv), strict=True):
-                        whole[:, :, some, : change.shape[3]].add_(change)
+                        whole[:, :, keys, : change.shape[3]].add_(change)
             changes += [x.to(k.dtype) for x in changed]
-        views, exchange = plan.arrived(changes), None
+        views, exchange = plan.incoming(changes), None
         if not plan.is_silent:
-            exchange = processes.exchange(packed(views, k), sizes(views), sizes(plan.own(k, v)))
+            exchange = processes.exchange(packed(views, k), sizes(views), sizes(plan.outgoing(k, v)))
         del views, others
         changes = changes if plan.local else []
         parts = [
-            own_part(plan, shard, call).backward(*_tokens(at, grad_out, grad_lse, q, k, v, out, lse))
+            attention_in_shard(plan, shard, call).backward(*_tokens(at, grad_out, grad_lse, q, k, v, out, lse))
             for shard, at in plan.held
         ]
         dq, dk, dv = (_joined(tensors) for tensors in zip(*parts, strict=True))
         grad_q.add_(dq)
         if exchange is not None or plan.local:
             grad_k, grad_v = dk.to(lse.dtype), dv.to(lse.dtype)
-            for view, numbers in plan.here(grad_k, grad_v, changes):
+            for view, numbers in plan.kept(grad_k, grad_v, changes):
                 view.add_(numbers)
             if exchange is not None:
-                for view, numbers in unpacked(exchange.wait(), plan.own(grad_k, grad_v)):
+                for view, numbers in unpacked(exchange.wait(), plan.outgoing(grad_k, grad_v)):
                     view.add_(numbers)
             dk, dv = grad_k.to(k.dtype), grad_v.to(v.dtype)
         return grad_q.to(q.dtype), dk, dv, None, None, None
@@ -132,13 +132,13 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _copy(numbers: Tensor, views: Views) -> None:
-    for view, some in unpacked(numbers, views):
-        view.copy_(some)
+    for view, values in unpacked(numbers, views):
+        view.copy_(values)
 
 
-def _queries(x: Tensor, span: KeySpan, piece: Piece) -> Tensor:
-    """The queries of a piece of a span, of a tensor (B, H, T, ...)."""
-    first, stop = (span.queries[0] + query for query in piece.queries)
+def _queries(x: Tensor, span: KeySpan, rectangle: Rectangle) -> Tensor:
+    """The queries of a rectangle of a span, of a tensor (B, H, T, ...)."""
+    first, stop = (span.queries[0] + query for query in rectangle.queries)
     return x[slice(*span.batch), :, first:stop]
 
 

@@ -16,8 +16,8 @@ Views = list[list[Tensor]]  # of each process, what it gets or gives, in the ord
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """The keys of one span that one process has.
+class KeyTransfer:
+    """The keys of one span that come from one process.
 
     Attributes:
         number: of the span, among those of the process that gets it.
@@ -33,7 +33,7 @@ class Chunk:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class ExchangePlan:
     """What one process gets and sends in a call.
 
     Attributes:
@@ -55,9 +55,9 @@ class Plan:
     process: int
     held: tuple[tuple[int, slice], ...]
     spans: tuple[KeySpan, ...]
-    received: tuple[tuple[Chunk, ...], ...]
-    sent: tuple[tuple[Chunk, ...], ...]
-    local: tuple[Chunk, ...]
+    received: tuple[tuple[KeyTransfer, ...], ...]
+    sent: tuple[tuple[KeyTransfer, ...], ...]
+    local: tuple[KeyTransfer, ...]
     is_silent: bool
 
     def dims(self, level: int) -> tuple[int, int]:
@@ -65,15 +65,15 @@ class Plan:
         value_ranks = self.layout.value_ranks
         return sum(self.layout.ranks[:level]), self.value_dim if value_ranks is None else sum(value_ranks[:level])
 
-    def own(self, k: Tensor, v: Tensor) -> Views:
+    def outgoing(self, k: Tensor, v: Tensor) -> Views:
         """Views of what other processes get of keys and values, or of where their gradients belong."""
-        return [self._given(chunks, k, v) for chunks in self.sent]
+        return [self._in_keys(transfers, k, v) for transfers in self.sent]
 
-    def _given(self, chunks: Sequence[Chunk], k: Tensor, v: Tensor) -> list[Tensor]:
+    def _in_keys(self, transfers: Sequence[KeyTransfer], k: Tensor, v: Tensor) -> list[Tensor]:
         views = []
-        for chunk in chunks:
-            batch, keys = slice(*chunk.span.batch), slice(*chunk.keys)
-            dims = self.dims(chunk.span.level)
+        for transfer in transfers:
+            batch, keys = slice(*transfer.span.batch), slice(*transfer.keys)
+            dims = self.dims(transfer.span.level)
             views += [x[batch, :, keys, :dim] for x, dim in zip((k, v), dims, strict=True)]
         return views
 
@@ -87,51 +87,51 @@ class Plan:
             for dim in self.dims(span.level)
         ]
 
-    def arrived(self, tensors: Sequence[Tensor]) -> Views:
+    def incoming(self, tensors: Sequence[Tensor]) -> Views:
         """Views of what came from each process in tensors as those of ``empty``."""
-        return [_taken(chunks, tensors) for chunks in self.received]
+        return [_in_spans(transfers, tensors) for transfers in self.received]
 
-    def here(self, k: Tensor, v: Tensor, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    def kept(self, k: Tensor, v: Tensor, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """Views of what one shard of this process gets from another one of it: in keys and values, and in
         tensors as those of ``empty``.
         """
-        return zip(self._given(self.local, k, v), _taken(self.local, tensors), strict=True)
+        return zip(self._in_keys(self.local, k, v), _in_spans(self.local, tensors), strict=True)
 
 
-def _taken(chunks: Sequence[Chunk], tensors: Sequence[Tensor]) -> list[Tensor]:
+def _in_spans(transfers: Sequence[KeyTransfer], tensors: Sequence[Tensor]) -> list[Tensor]:
     return [
-        x[:, :, chunk.offset : chunk.offset + chunk.keys[1] - chunk.keys[0]]
-        for chunk in chunks
-        for x in tensors[2 * chunk.number : 2 * chunk.number + 2]
+        x[:, :, transfer.offset : transfer.offset + transfer.keys[1] - transfer.keys[0]]
+        for transfer in transfers
+        for x in tensors[2 * transfer.number : 2 * transfer.number + 2]
     ]
 
 
 @functools.lru_cache(maxsize=64)  # the layers of a model and the steps of a training ask for the same
-def plan_of(shards: Shards, layout: LevelLayout, value_dim: int, process: int) -> Plan:
-    """The plan of a process."""
+def exchange_plan(shards: Shards, layout: LevelLayout, value_dim: int, process: int) -> ExchangePlan:
+    """The plan of a process in a call."""
     processes = range(max(shards.holders) + 1)
     held: list[list[tuple[int, slice]]] = [[] for _ in processes]
-    places = []  # of the tokens of each shard, in the tensors of its process
+    offsets = []  # of the first token of each shard, in the tensors of its process
     spans: list[list[KeySpan]] = [[] for _ in processes]
     for shard, (holder, length) in enumerate(zip(shards.holders, shards.lengths, strict=True)):
-        place = held[holder][-1][1].stop if held[holder] else 0
-        places.append(place)
-        held[holder].append((shard, slice(place, place + length)))
+        offset = held[holder][-1][1].stop if held[holder] else 0
+        offsets.append(offset)
+        held[holder].append((shard, slice(offset, offset + length)))
         for span in shards.arriving(shard):
             first, stop = span.queries
-            spans[holder].append(replace(span, queries=(place + first, place + stop)))
-    travels: dict[tuple[int, int], list[Chunk]] = {}  # by sender and receiver
+            spans[holder].append(replace(span, queries=(offset + first, offset + stop)))
+    travels: dict[tuple[int, int], list[KeyTransfer]] = {}  # by sender and receiver
     for receiver in processes:
         for number, span in enumerate(spans[receiver]):
             for shard, start, stop in shards.owners(span):
-                chunk = Chunk(
+                transfer = KeyTransfer(
                     number,
                     span,
-                    (places[shard] + start, places[shard] + stop),
+                    (offsets[shard] + start, offsets[shard] + stop),
                     shards.offsets[shard] + start - span.tokens[0],
                 )
-                travels.setdefault((shards.holders[shard], receiver), []).append(chunk)
-    return Plan(
+                travels.setdefault((shards.holders[shard], receiver), []).append(transfer)
+    return ExchangePlan(
         shards=shards,
         layout=layout,
         value_dim=value_dim,
@@ -147,19 +147,19 @@ def plan_of(shards: Shards, layout: LevelLayout, value_dim: int, process: int) -
 
 def sizes(views: Views) -> list[int]:
     """How many numbers the views of each process have."""
-    return [sum(x.numel() for x in some) for some in views]
+    return [sum(x.numel() for x in tensors_of_process) for tensors_of_process in views]
 
 
 def packed(views: Views, like: Tensor) -> Tensor:
-    """The numbers of all views one after the other."""
+    """The numbers of all views, concatenated."""
     numbers = like.new_empty(sum(sizes(views)))
-    for view, some in unpacked(numbers, views):
-        some.copy_(view)
+    for view, tensors_of_process in unpacked(numbers, views):
+        tensors_of_process.copy_(view)
     return numbers
 
 
 def unpacked(numbers: Tensor, views: Views) -> list[tuple[Tensor, Tensor]]:
     """Each view, and its numbers among those of all, in its shape."""
-    flat = [x for some in views for x in some]
+    flat = [x for tensors_of_process in views for x in tensors_of_process]
     ends = accumulate(x.numel() for x in flat)
     return [(x, numbers[end - x.numel() : end].view(x.shape)) for x, end in zip(flat, ends, strict=True)]

@@ -20,13 +20,13 @@ from structattn.ops.backends import has_fused
 from structattn.ops.blocked import backend as blocked
 from structattn.ops.call import Call
 from structattn.ops.sequences import SequenceSpan
-from structattn.parallel.pieces import Piece, pieces_of
-from structattn.parallel.plan import Plan
+from structattn.parallel.exchange_plan import ExchangePlan
+from structattn.parallel.rectangles import Rectangle, rectangles_of
 
 
 @dataclass(frozen=True)
-class Part:
-    """Some queries of a process against some keys.
+class PartialAttention:
+    """The attention of some queries of a process to some keys.
 
     Attributes:
         call: their options; the layout has the levels that they may share.
@@ -56,23 +56,23 @@ class Part:
         return backward(*arguments, needs_bias=False)[:3]
 
 
-def own_part(plan: Plan, shard: int, call: Call) -> Part:
+def attention_in_shard(plan: ExchangePlan, shard: int, call: Call) -> PartialAttention:
     """The queries of a shard against its own keys."""
     shards, layout = plan.shards, plan.layout
     offset = shards.offsets[shard]
     inside = list(shards.sequences(shard))
     if all(_is_unmoved(layout, start - shards.seqlens[n], stop - start) for n, start, stop in inside):
         if len(shards.seqlens) == 2:
-            return Part(call, None)
+            return PartialAttention(call, None)
         ends = torch.tensor([0, *(stop - offset for _, _, stop in inside)], dtype=torch.int32, device="cpu")
-        return Part(replace(call, cu_seqlens=ends), None)
+        return PartialAttention(replace(call, cu_seqlens=ends), None)
     sequences = []
     for (first, last), row in shards.rows:
         for number, start, stop in inside:
             for batch in range(first, last):
                 at, size, position = start - offset, stop - start, start - shards.seqlens[number]
                 sequences.append(SequenceSpan(batch, shards.row(row, number), at, at, size, size, position, position))
-    return Part(call, tuple(sequences))
+    return PartialAttention(call, tuple(sequences))
 
 
 def _is_unmoved(layout: LevelLayout, position: int, length: int) -> bool:
@@ -89,7 +89,9 @@ def _is_unmoved(layout: LevelLayout, position: int, length: int) -> bool:
     )
 
 
-def span_parts(plan: Plan, span: KeySpan, call: Call, q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Piece, Part]]:
+def attention_to_span(
+    plan: ExchangePlan, span: KeySpan, call: Call, q: Tensor, k: Tensor, v: Tensor
+) -> list[tuple[Rectangle, PartialAttention]]:
     """The queries of a process that see a span of keys of others, against these: calls that together have
     every visible pair once.
 
@@ -101,27 +103,29 @@ def span_parts(plan: Plan, span: KeySpan, call: Call, q: Tensor, k: Tensor, v: T
     if slopes is not None and slopes.shape[0] > 1:
         slopes = slopes[slice(*span.batch)]
     per_level, per_count = plan.layout.score_factors(call.terms.scale)
-    whole = Piece((0, span.queries[1] - span.queries[0]), (0, span.tokens[1] - span.tokens[0]), span.level, False)
-    pieces: tuple[Piece, ...] = (whole,)
+    whole = Rectangle((0, span.queries[1] - span.queries[0]), (0, span.tokens[1] - span.tokens[0]), span.level, False)
+    rectangles: tuple[Rectangle, ...] = (whole,)
     if slopes is None and set(per_level[: span.level]) == {1.0}:
         is_fused = has_fused(q[..., : k.shape[3]], k, v, _dense(plan, span.level, call, per_count))
-        pieces = pieces_of(plan.layout, span, call.window, divides_bands=is_fused)
-    found = []
-    for piece in pieces:
-        if piece.is_uniform:
-            found.append((piece, Part(_dense(plan, piece.level, call, per_count), None)))
+        rectangles = rectangles_of(plan.layout, span, call.window, divides_bands=is_fused)
+    parts = []
+    for rectangle in rectangles:
+        if rectangle.is_uniform:
+            parts.append((rectangle, PartialAttention(_dense(plan, rectangle.level, call, per_count), None)))
             continue
-        (first, stop), (first_key, stop_key) = piece.queries, piece.keys
+        (first, stop), (first_key, stop_key) = rectangle.queries, rectangle.keys
         sequence = SequenceSpan(
             0, span.row, 0, 0, stop - first, stop_key - first_key, span.first_query + first, span.first_key + first_key
         )
         sequences = tuple(replace(sequence, batch=batch) for batch in range(span.batch[1] - span.batch[0]))
-        layout = first_levels(plan.layout, piece.level)
-        found.append((piece, Part(replace(call.with_terms(alibi_slopes=slopes), layout=layout), sequences)))
-    return found
+        layout = first_levels(plan.layout, rectangle.level)
+        parts.append(
+            (rectangle, PartialAttention(replace(call.with_terms(alibi_slopes=slopes), layout=layout), sequences))
+        )
+    return parts
 
 
-def _dense(plan: Plan, level: int, call: Call, per_count: tuple[float, ...]) -> Call:
+def _dense(plan: ExchangePlan, level: int, call: Call, per_count: tuple[float, ...]) -> Call:
     """The options where all pairs are visible and share so many levels."""
     one = LevelLayout((sum(plan.layout.ranks[:level]),), (2**30,))
     return replace(call.with_terms(scale=per_count[level - 1]), layout=one, is_causal=False, window=None)

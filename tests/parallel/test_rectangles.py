@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import structattn as sa
 from structattn.layout.shards import Shards
-from structattn.parallel import pieces
+from structattn.parallel import rectangles
 from structattn.testing.tolerances import assert_close
 
 LAYOUTS = {
@@ -44,20 +44,20 @@ def test_every_visible_pair_is_in_one_rectangle(layout, lengths, window, is_caus
         is_causal=is_causal,
         window=window,
     )
-    with mock.patch.object(pieces, "LEAF", 4):
-        pieces.pieces_of.cache_clear()
+    with mock.patch.object(rectangles, "LEAF", 4):
+        rectangles.rectangles_of.cache_clear()
         for shard in shards:
             for span in call.arriving(shard):
                 seen = set()
-                for piece in pieces.pieces_of(layout, span, window, divides_bands=divides_bands):
-                    rows = range(span.first_query + piece.queries[0], span.first_query + piece.queries[1])
-                    columns = range(span.first_key + piece.keys[0], span.first_key + piece.keys[1])
-                    assert not divides_bands or piece.is_uniform or layout.windows is None or len(rows) <= 4
+                for rectangle in rectangles.rectangles_of(layout, span, window, divides_bands=divides_bands):
+                    rows = range(span.first_query + rectangle.queries[0], span.first_query + rectangle.queries[1])
+                    columns = range(span.first_key + rectangle.keys[0], span.first_key + rectangle.keys[1])
+                    assert not divides_bands or rectangle.is_uniform or layout.windows is None or len(rows) <= 4
                     for i in rows:
                         for j in columns:
                             is_visible = window is None or abs(i - j) < window
                             levels = layout.shared_levels(i, j) if is_visible else 0
-                            assert levels == piece.level if piece.is_uniform else levels <= piece.level
+                            assert levels == rectangle.level if rectangle.is_uniform else levels <= rectangle.level
                             assert (i, j) not in seen
                             seen.add((i, j))
                 queries = range(span.first_query, span.first_query + span.queries[1] - span.queries[0])
@@ -65,20 +65,20 @@ def test_every_visible_pair_is_in_one_rectangle(layout, lengths, window, is_caus
                     for j in range(span.first_key, span.first_key + span.tokens[1] - span.tokens[0]):
                         if (window is None or abs(i - j) < window) and layout.shared_levels(i, j):
                             assert (i, j) in seen
-    pieces.pieces_of.cache_clear()
+    rectangles.rectangles_of.cache_clear()
 
 
 def cut(mesh: DeviceMesh, case: Case) -> Any:
     """As ``in_this_process``, with every span cut, as where there is a fused kernel; and whether there were
     spans.
     """
-    pieces.pieces_of.cache_clear()
+    rectangles.rectangles_of.cache_clear()
     with (
-        mock.patch.object(pieces, "LEAF", 4),
-        mock.patch("structattn.parallel.local.has_fused", return_value=True) as asked,
+        mock.patch.object(rectangles, "LEAF", 4),
+        mock.patch("structattn.parallel.partial_attention.has_fused", return_value=True) as asked,
     ):
         found = in_this_process(mesh, case)
-    pieces.pieces_of.cache_clear()
+    rectangles.rectangles_of.cache_clear()
     return found, asked.called
 
 

@@ -258,7 +258,7 @@ class Attention(AttentionLayer, NumberedLayer):
             ConfigError: a cache of another layer, or with another option; a layout that is missing or not of
                 the module.
         """
-        known = self._layout_of_call(layout)
+        layout_of_call = self._layout_of_call(layout)
         if shard is not None:
             checks.check_shard(self.layout, self.backend, self.dropout if self.training else 0.0)
             checks.check_left_out("a shard", context=context, attn_bias=attn_bias, attn_mask=attn_mask, cache=cache)
@@ -269,9 +269,11 @@ class Attention(AttentionLayer, NumberedLayer):
         q, k, v, scale = self.project(x, context, self._positions(x, context, cu_seqlens, left_padding, shard))
         options: dict[str, Any] = {"scale": scale, "cu_seqlens": cu_seqlens, "left_padding": left_padding}
         if shard is not None:
-            return self._merged(shard.attend(q, k, v, known, is_causal=self.is_causal, window=self.window, **options))
+            return self._merged(
+                shard.attend(q, k, v, layout_of_call, is_causal=self.is_causal, window=self.window, **options)
+            )
         options |= {"attn_mask": attn_mask, "attn_bias": attn_bias, "dropout_p": self.dropout if self.training else 0.0}
-        return self._merged(self._attend(q, k, v, known, **options))
+        return self._merged(self._attend(q, k, v, layout_of_call, **options))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout | None, **options: Any) -> Tensor:
         """``structured_attention`` with the options of the module."""
@@ -293,18 +295,20 @@ class Attention(AttentionLayer, NumberedLayer):
         """The attention weights, (B, H, T, S); of two added softmaxes (``GlobalWindowLayout``) the sum.
         Arguments as ``forward``; nothing is appended.
         Cost: T * S numbers per head are stored, and T * S * S multiply-adds spent: for short sequences."""
-        known = self._layout_of_call(layout)
+        layout_of_call = self._layout_of_call(layout)
         if cache is not None:
             q, k, v, scale = self._cached(x, cache)
             cache.bind(self)
             return cache.weights(q, k, v, scale=scale, layout=layout, attn_mask=attn_mask)
         q, k, _, scale = self.project(x, context, self._positions(x, context, cu_seqlens, left_padding, None))
-        known = replace(known, value_ranks=None) if isinstance(known, LevelLayout) else known
+        layout_of_call = (
+            replace(layout_of_call, value_ranks=None) if isinstance(layout_of_call, LevelLayout) else layout_of_call
+        )
         if not k.shape[2]:
             return q.new_zeros((*q.shape[:3], 0))
         each = torch.eye(k.shape[2], dtype=k.dtype, device=k.device).expand(*k.shape[:2], -1, -1)
         options = {"cu_seqlens": cu_seqlens, "left_padding": left_padding, "attn_mask": attn_mask, "scale": scale}
-        return self._attend(q, k, each, known, **options)
+        return self._attend(q, k, each, layout_of_call, **options)
 
     def _positions(
         self, x: Tensor, context: Tensor | None, ends: Tensor | None, left: Tensor | None, shard: SequenceShard | None

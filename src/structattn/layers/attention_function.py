@@ -168,8 +168,8 @@ class AttentionFunction:
 
     def _check(self, name: str, x: Any, query: Tensor) -> None:
         check_tensor(name, x)
-        known = {"BHTD": (3, 4), "BTHD": (4,), "THD": (3,)}[self.tensor_layout]
-        if x.dim() not in known or x.dim() != query.dim():
+        numbers_of_dims = {"BHTD": (3, 4), "BTHD": (4,), "THD": (3,)}[self.tensor_layout]
+        if x.dim() not in numbers_of_dims or x.dim() != query.dim():
             raise ShapeError(
                 f"{name} must have the dimensions {self.tensor_layout}, as query has, got shape {tuple(x.shape)}; "
                 "tensor_layout says which"
@@ -247,18 +247,18 @@ def attention_function(
                 f"give the window in the spec, 'mlr:4|4+window:{window}', or a layout and window={window}"
             )
         window = spec.window
-        found = spec.layout.resolve(_length(context_length)) if isinstance(spec.layout, Halving) else spec.layout
+        resolved = spec.layout.resolve(_length(context_length)) if isinstance(spec.layout, Halving) else spec.layout
     elif isinstance(layout, tuple | list):
-        found = LevelLayout.halving(layout, _length(context_length))
+        resolved = LevelLayout.halving(layout, _length(context_length))
     else:
         if context_length is not None:
             raise ConfigError("context_length is for specs and ranks: a layout has its block sizes")
         check_type("layout", layout, Layout | None, "a layout, a spec, ranks or None")
-        found = layout
+        resolved = layout
     return AttentionFunction(
-        layout=found,
+        layout=resolved,
         window=window,
-        rotary=None if rotary is None or found is None else rotation_of(rotary, found.head_dim),
+        rotary=None if rotary is None or resolved is None else rotation_of(rotary, resolved.head_dim),
         rotary_split=rotary_split,
         tensor_layout=tensor_layout,
         backend=backend,

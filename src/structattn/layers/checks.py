@@ -133,16 +133,16 @@ def check_fits(layout: Layout | None, head_dim: int, value_dim: int) -> None:
         check_sum("the values= ranks", values, value_dim, "the value dimension of the model")
 
 
-def check_layout_of_call(own: Layout | TextLayout | None, given: object) -> None:
+def check_layout_of_call(layout: Layout | TextLayout | None, layout_of_call: object) -> None:
     """Raises ``ConfigError`` unless a call gives a layout where the module has a ``TextLayout``, and one of
     that kind, and none otherwise.
     """
-    named = str(given) if isinstance(given, LevelLayout) else describe(given)
-    if isinstance(own, TextLayout):
-        if not own.fits(given):
+    named = str(layout_of_call) if isinstance(layout_of_call, LevelLayout) else describe(layout_of_call)
+    if isinstance(layout, TextLayout):
+        if not layout.fits(layout_of_call):
             raise ConfigError(
-                f"a module with {own} needs the layout of each text, layout.at(text_units.segments(tokens)): got "
+                f"a module with {layout} needs the layout of each text, layout.at(text_units.segments(tokens)): got "
                 f"{named}"
             )
-    elif given is not None:
-        raise ConfigError(f"the layout of this module is always {own}: leave layout at None, got {named}")
+    elif layout_of_call is not None:
+        raise ConfigError(f"the layout of this module is always {layout}: leave layout at None, got {named}")

@@ -30,8 +30,8 @@ def counted_flops(layer: nn.Module, width: int, num_tokens: int) -> int:
     Raises:
         ConfigError: the layer cannot run on the meta device.
     """
-    own = itertools.chain(layer.named_parameters(), layer.named_buffers())
-    empty = {name: torch.empty(x.shape, dtype=x.dtype, device="meta") for name, x in own}
+    tensors = itertools.chain(layer.named_parameters(), layer.named_buffers())
+    empty = {name: torch.empty(x.shape, dtype=x.dtype, device="meta") for name, x in tensors}
     dtype = next((x.dtype for x in empty.values() if x.is_floating_point()), torch.get_default_dtype())
     counter = FlopCounterMode(display=False)
     try:

@@ -188,9 +188,9 @@ class AttentionLayer(nn.Module):
             return self.out_proj(self._mixed(x))
         parts, rows = [], []
         for padding in left_padding.unique().tolist():
-            own = (left_padding == padding).nonzero().flatten().to(x.device)
-            rows.append(own)
-            parts.append(F.pad(self._mixed(x[own, padding:]), (0, 0, padding, 0)))
+            indices = (left_padding == padding).nonzero().flatten().to(x.device)
+            rows.append(indices)
+            parts.append(F.pad(self._mixed(x[indices, padding:]), (0, 0, padding, 0)))
         return self.out_proj(torch.cat(parts)[torch.cat(rows).argsort()])
 
     def _mixed(self, x: Tensor) -> Tensor:

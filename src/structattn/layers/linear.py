@@ -46,8 +46,8 @@ class ComputedWeight(Tensor):
             )
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **kwargs)
-            given = args[0] if args else None
-            if type(out) is Tensor and isinstance(given, cls) and torch._C._is_alias_of(out, given):  # type: ignore[attr-defined]
+            weight = args[0] if args else None
+            if type(out) is Tensor and isinstance(weight, cls) and torch._C._is_alias_of(out, weight):  # type: ignore[attr-defined]
                 return out.as_subclass(cls)
             return out
 
@@ -111,11 +111,11 @@ class StructuredLinear(nn.Module):
         check_bool("bias", bias)
         device = None if device is None else check_device("device", device)
         if isinstance(structure, StructuredMatrix):
-            found = (structure.num_rows, structure.num_cols, structure.batch_shape)
-            if found != (out_features, in_features, ()):
+            sizes = (structure.num_rows, structure.num_cols, structure.batch_shape)
+            if sizes != (out_features, in_features, ()):
                 raise ConfigError(
                     f"StructuredLinear {in_features} -> {out_features} needs one {out_features} x {in_features} "
-                    f"matrix, got {found[0]} x {found[1]} with batch_shape {found[2]}"
+                    f"matrix, got {sizes[0]} x {sizes[1]} with batch_shape {sizes[2]}"
                 )
             self.matrix = structure
         else:
@@ -179,7 +179,7 @@ class StructuredLinear(nn.Module):
                 as always. Any other role leaves the factors theirs.
         """
         check_type("role", role, Role, "a mup.Role")
-        roles = {f"matrix.{name}": found for name, found in self.matrix.parameter_roles().items()}
+        roles = {f"matrix.{name}": weight_role for name, weight_role in self.matrix.parameter_roles().items()}
         if role.kind == "output":
             first = {id(parameter) for parameter in self.matrix.factor_groups[0]}
             for name, parameter in self.named_parameters():
@@ -262,11 +262,11 @@ def _check_replaceable(name: str, layer: nn.Linear, owners: dict[int, set[int]])
     each parameter.
     """
     keep = "or let the rule return None for it"
-    for own in ("weight", "bias"):
-        parameter = getattr(layer, own)
+    for attribute in ("weight", "bias"):
+        parameter = getattr(layer, attribute)
         if parameter is not None and id(parameter) not in owners:
             raise ConfigError(
-                f"the {own} of {name} is computed from other parameters: make it plain first "
+                f"the {attribute} of {name} is computed from other parameters: make it plain first "
                 f"(torch.nn.utils.parametrize.remove_parametrizations), {keep}"
             )
     if isinstance(layer.weight, nn.UninitializedParameter):

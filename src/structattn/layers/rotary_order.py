@@ -60,10 +60,10 @@ class Rotation:
         Raises:
             ConfigError: it is another text.
         """
-        found = re.fullmatch(r"(halves|adjacent):(\d{1,6})", text)
-        if found is None:
+        match = re.fullmatch(r"(halves|adjacent):(\d{1,6})", text)
+        if match is None:
             raise ConfigError(f"a rotation is written 'halves:64' or 'adjacent:64', got {quoted(text)}")
-        return cls(found[1], int(found[2]))  # type: ignore[arg-type]
+        return cls(match[1], int(match[2]))  # type: ignore[arg-type]
 
     def pairs(self, head_dim: int) -> tuple[tuple[int, int], ...]:
         """The D / 2 pairs of a head, from the fastest to the slowest; dimensions that are not rotated come

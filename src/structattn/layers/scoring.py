@@ -254,8 +254,8 @@ def _copies(matrix: StructuredMatrix, shape: HeadShape) -> StructuredMatrix:
     depth = len(matrix.batch_shape)
     with torch.no_grad():
         for name, value in copies.named_parameters():
-            given: Tensor = matrix.get_parameter(name)
+            weight: Tensor = matrix.get_parameter(name)
             if depth:  # right factors that the given heads share are one matrix wide
-                given = given.expand(heads, *given.shape[1:]).reshape(*batch, *given.shape[1:])
-            value.copy_(given.expand_as(value))
+                weight = weight.expand(heads, *weight.shape[1:]).reshape(*batch, *weight.shape[1:])
+            value.copy_(weight.expand_as(value))
     return copies

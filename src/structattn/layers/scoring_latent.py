@@ -63,11 +63,11 @@ class ScoringLatent:
 
     def rstd(self, state: Tensor) -> Tensor:
         raw = self._raw(state)
-        found = [
+        of_norms = [
             (raw[..., dims].var(-1, correction=0) + norm.eps).rsqrt()
             for dims, norm in self._scoring.key_norms(self._order)
         ]
-        return torch.stack(found, dim=2).flatten(1, 2).transpose(1, 2)  # B, heads * A, S to B, S, heads * A
+        return torch.stack(of_norms, dim=2).flatten(1, 2).transpose(1, 2)  # B, heads * A, S to B, S, heads * A
 
     def _raw(self, state: Tensor) -> Tensor:
         """Keys before any norm."""
@@ -85,10 +85,10 @@ class ScoringLatent:
         offset = q.new_zeros(q.shape[:3])
         parts = []
         for dims, norm in norms:
-            own = q[..., dims]
-            weighted = own if norm.weight is None else own * norm.weight.to(q.dtype)
+            query = q[..., dims]
+            weighted = query if norm.weight is None else query * norm.weight.to(q.dtype)
             if norm.bias is not None:
-                offset = offset + (own * norm.bias.to(q.dtype)).sum(-1)
+                offset = offset + (query * norm.bias.to(q.dtype)).sum(-1)
             full = torch.zeros_like(q)
             full[..., dims] = weighted - weighted.mean(-1, keepdim=True)
             parts.append(full)

@@ -340,5 +340,5 @@ class MLRScoring(ScoringModule):
 
     def key_norms(self, order: Order) -> list[tuple[slice, nn.LayerNorm]]:
         ends = list(accumulate(self.matrix.feature_sizes))
-        found = zip(self.matrix.feature_sizes, ends, self.k_norms, strict=False)
-        return [(slice(end - size, end), norm) for size, end, norm in found if isinstance(norm, nn.LayerNorm)]
+        levels = zip(self.matrix.feature_sizes, ends, self.k_norms, strict=False)
+        return [(slice(end - size, end), norm) for size, end, norm in levels if isinstance(norm, nn.LayerNorm)]

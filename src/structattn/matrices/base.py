@@ -114,10 +114,10 @@ class StructuredMatrix(nn.Module, ABC):
             ConfigError: it has far more numbers than the dense matrix, so that a rank is a mistake; or memory
                 cannot hold it.
         """
-        own = math.prod(shape) // math.prod(self.batch_shape)
-        if own > (most := _MOST_NUMBERS * max(self.num_rows * self.num_cols, _FEW)):
+        count = math.prod(shape) // math.prod(self.batch_shape)
+        if count > (most := _MOST_NUMBERS * max(self.num_rows * self.num_cols, _FEW)):
             raise ConfigError(
-                f"a factor of a {self.num_rows} x {self.num_cols} {type(self).__name__} would have {own:,} numbers: "
+                f"a factor of a {self.num_rows} x {self.num_cols} {type(self).__name__} would have {count:,} numbers: "
                 f"expected at most {most:,}, {_MOST_NUMBERS} times a dense matrix; choose a smaller rank"
             )
         check_memory(f"the factors of a {self.num_rows} x {self.num_cols} {type(self).__name__}", math.prod(shape))

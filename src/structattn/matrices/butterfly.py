@@ -31,12 +31,12 @@ def prime_factors(size: int) -> list[int]:
 
 def _smooth_numbers(limit: int) -> list[int]:
     """All numbers up to a limit without a prime factor above the largest one, in no order; there are few."""
-    found = [1]
+    numbers = [1]
     for prime in (2, 3, 5, _LARGEST_PRIME):
-        for n in found:  # it grows
+        for n in numbers:  # it grows
             if n * prime <= limit:
-                found.append(n * prime)
-    return found
+                numbers.append(n * prime)
+    return numbers
 
 
 def default_radices(num_rows: int, num_cols: int, owner: str = "Butterfly") -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -48,8 +48,8 @@ def default_radices(num_rows: int, num_cols: int, owner: str = "Butterfly") -> t
     """
     for size in (num_rows, num_cols):
         if max(prime_factors(size), default=1) > _LARGEST_PRIME:
-            known = _smooth_numbers(2 * size)
-            low, high = max(n for n in known if n < size), min(n for n in known if n > size)
+            candidates = _smooth_numbers(2 * size)
+            low, high = max(n for n in candidates if n < size), min(n for n in candidates if n > size)
             raise ConfigError(
                 f"{owner}: the prime factors of a size must be at most {_LARGEST_PRIME}, got {size} = "
                 f"{' * '.join(map(str, prime_factors(size)))}; the nearest sizes that work are {low} and {high}"

@@ -83,9 +83,9 @@ class Kaleidoscope(FactoredMatrix):
         """Draws every butterfly as ``Butterfly`` does, the transposed ones by the fan-in of their transposed
         stages.
         """
-        found = {**self.product_fan_ins, **self._checked(fan_ins)}
+        all_fan_ins = {**self.product_fan_ins, **self._checked(fan_ins)}
         for prefix, butterfly in self._named_butterflies():
-            butterfly.reset_parameters({name: found[f"{prefix}.{name}"] for name in butterfly.product_fan_ins})
+            butterfly.reset_parameters({name: all_fan_ins[f"{prefix}.{name}"] for name in butterfly.product_fan_ins})
 
     def _named_butterflies(self) -> list[tuple[str, Butterfly]]:
         return [*((f"left.{i}", butterfly) for i, butterfly in enumerate(self._chain)), ("right", self.right)]

@@ -72,17 +72,17 @@ class MLBTC(BlockTermSum):
                 gives the condition. Or a structure that is not of this package.
         """
         with without_autocast():
-            found = block_terms(m)
-        right_shape = found[0].right.shape[:-3]
+            terms = block_terms(m)
+        right_shape = terms[0].right.shape[:-3]
         out = cls(
             m.num_rows,
             m.num_cols,
-            tuple(term.term for term in found),
+            tuple(term.term for term in terms),
             batch_shape=m.batch_shape,
             right_batch_shape=tuple(right_shape),
-        ).to(found[0].left)
+        ).to(terms[0].left)
         with torch.no_grad():
-            for (left, right), term in zip(out.factors(), found, strict=True):
+            for (left, right), term in zip(out.factors(), terms, strict=True):
                 left.copy_(term.left)
                 right.copy_(term.right)
         return out

@@ -89,15 +89,17 @@ class Structure:
         ):
             raise ConfigError(f"the options of a Structure are pairs of a name and a value, got {describe(pairs)}")
         arguments = inspect.signature(FAMILIES[self.family].matrix).parameters
-        known = {name: p for name, p in arguments.items() if name not in _SHARED}
+        valid_options = {name: p for name, p in arguments.items() if name not in _SHARED}
         for name, _ in pairs:
-            if name not in known:
-                raise ConfigError(f"{self.family} has no option {quoted(name)}: {nearest_name(str(name), known)}")
-        given = [name for name, _ in pairs]
-        missing = [name for name, p in known.items() if p.default is p.empty and name not in given]
-        if missing or len(set(given)) != len(given):
+            if name not in valid_options:
+                raise ConfigError(
+                    f"{self.family} has no option {quoted(name)}: {nearest_name(str(name), valid_options)}"
+                )
+        names = [name for name, _ in pairs]
+        missing = [name for name, p in valid_options.items() if p.default is p.empty and name not in names]
+        if missing or len(set(names)) != len(names):
             raise ConfigError(
-                f"{self.family} needs {', '.join(known)} once each at most, got {', '.join(given) or 'nothing'}"
+                f"{self.family} needs {', '.join(valid_options)} once each at most, got {', '.join(names) or 'nothing'}"
             )
         frozen = tuple((name, tuple(value) if isinstance(value, list) else value) for name, value in pairs)
         object.__setattr__(self, "options", frozen)

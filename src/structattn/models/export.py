@@ -126,8 +126,8 @@ class _Prefill(_Program):
 
 class _Decode(_Program):
     def forward(self, tokens: Tensor, positions: Tensor, cache: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        given = iter(cache)
-        caches = [BoundedCache(levels, positions, [next(given) for _ in levels.shapes(1)]) for levels in self.levels]
+        tensors = iter(cache)
+        caches = [BoundedCache(levels, positions, [next(tensors) for _ in levels.shapes(1)]) for levels in self.levels]
         return self._run(tokens, caches, torch.zeros_like(positions))
 
 
@@ -233,7 +233,7 @@ def decoder_programs(
         return torch.ones(shape, dtype=torch.int64, device=embedding.device)
 
     prompts = (ints(batch, min(max_length, 3)), ints(batch))
-    cache = [embedding.new_zeros(shape) for own in levels for shape in own.shapes(batch)]
+    cache = [embedding.new_zeros(shape) for level in levels for shape in level.shapes(batch)]
     with inference(model):
         prefill = export(_Prefill(model, run, levels), prompts, dynamic_shapes=({0: rows, 1: length}, {0: rows}))
         decode = export(
@@ -247,6 +247,6 @@ def decoder_programs(
         max_length=max_length,
         batch_size=batch_size,
         vocab_size=embedding.shape[0],
-        cache_shapes=tuple(shape for own in levels for shape in own.shapes(1)),
+        cache_shapes=tuple(shape for level in levels for shape in level.shapes(1)),
         device=embedding.device,
     )

@@ -194,9 +194,9 @@ class Forecaster(nn.Module):
             _check("observed", observed, steps)
             if observed.dtype != torch.bool:
                 raise ShapeError(f"observed must be of dtype torch.bool, got {observed.dtype}")
-        for name, given in (("window", window), ("historic", historic), ("future", future), ("static", static)):
-            if given is not None:
-                check_like(name, given, self.embed.weight)
+        for name, states in (("window", window), ("historic", historic), ("future", future), ("static", static)):
+            if states is not None:
+                check_like(name, states, self.embed.weight)
         normed, last, spread = self._normed(window, observed)
         tokens = self.embed(self._patches(normed))
         if self.missing is not None and observed is not None:

@@ -320,9 +320,9 @@ class LanguageModel(nn.Module):
         seen = 0 if caches is None else _continued(caches, batch)
         needed = seen + batch.longest + max_new_tokens
         if self.trunk.position is not None and needed > self.context_length:
-            before = f"{seen} tokens in the caches, " if seen else ""
+            cached = f"{seen} tokens in the caches, " if seen else ""
             raise ShapeError(
-                f"{before}{batch.longest} tokens in the longest prompt and {max_new_tokens} new ones make {needed}, "
+                f"{cached}{batch.longest} tokens in the longest prompt and {max_new_tokens} new ones make {needed}, "
                 f"more than the {self.context_length} positions learned: give a shorter prompt or ask for fewer "
                 "tokens; a model with rotary positions has no such limit"
             )
@@ -335,13 +335,15 @@ class LanguageModel(nn.Module):
         sampler = RowSampler(sampling, batch.rows, seed)
         return self._steps(batch, max_new_tokens, sampler, stops, caches, prefill_chunk)
 
-    def _stops(self, given: Collection[int]) -> frozenset[int]:
+    def _stops(self, stop_tokens: Collection[int]) -> frozenset[int]:
         """Stop tokens, checked."""
-        check_type("stop_tokens", given, (list, tuple, set, frozenset, range), "a list, tuple or set of token ids")
-        for token in given:
+        check_type(
+            "stop_tokens", stop_tokens, (list, tuple, set, frozenset, range), "a list, tuple or set of token ids"
+        )
+        for token in stop_tokens:
             if not is_int(token) or not 0 <= token < self.vocab_size:
                 raise ConfigError(f"stop_tokens: token ids are ints in [0, {self.vocab_size}), got {describe(token)}")
-        return frozenset(given)
+        return frozenset(stop_tokens)
 
     def _steps(
         self,

@@ -45,11 +45,13 @@ class Prompts:
                     raise ShapeError("prompts are on the meta device, where tensors have no numbers")
         if isinstance(prompts, Tensor) and prompts.dim() != 2:
             raise ShapeError(f"prompts: {expected}, got a tensor of shape {tuple(prompts.shape)}")
-        given: Any = prompts.tolist() if isinstance(prompts, Tensor) else prompts  # what a user gives may be anything
-        if isinstance(given, str) or not isinstance(given, Sequence) or not given:
-            raise ShapeError(f"prompts: {expected}, got {quoted(given)}; text needs to be encoded")
+        token_rows: Any = (
+            prompts.tolist() if isinstance(prompts, Tensor) else prompts
+        )  # what a user gives may be anything
+        if isinstance(token_rows, str) or not isinstance(token_rows, Sequence) or not token_rows:
+            raise ShapeError(f"prompts: {expected}, got {quoted(token_rows)}; text needs to be encoded")
         rows = []
-        for number, prompt in enumerate(given):
+        for number, prompt in enumerate(token_rows):
             row: Any = prompt.tolist() if isinstance(prompt, Tensor) else prompt
             if isinstance(row, str) or not isinstance(row, Sequence):
                 raise ShapeError(

@@ -93,8 +93,8 @@ class Sampling:
         if self.top_k is not None:
             ordered[..., self.top_k :] = 0
         if self.top_p is not None:
-            before = ordered.cumsum(-1) - ordered
-            ordered[before >= self.top_p * ordered.sum(-1, keepdim=True)] = 0
+            mass_before = ordered.cumsum(-1) - ordered
+            ordered[mass_before >= self.top_p * ordered.sum(-1, keepdim=True)] = 0
         p = torch.zeros_like(p).scatter_(-1, index, ordered)
         return p / p.sum(-1, keepdim=True)
 

@@ -92,7 +92,9 @@ class Transformer(nn.Module):
             "a Rotary or None",
             "Rotary() has the usual values, Rotary.parse reads text",
         )
-        if not isinstance(spec, str | tuple | list) or not all(isinstance(own, str | AttentionSpec) for own in spec):
+        if not isinstance(spec, str | tuple | list) or not all(
+            isinstance(layer_spec, str | AttentionSpec) for layer_spec in spec
+        ):
             raise ConfigError(f"spec must be text such as 'mlr:32|16|8|8', or a list of it, got {describe(spec)}")
         specs = LayerSpecs.parse(spec).layers(num_layers) if isinstance(spec, str) else tuple(spec)
         if len(specs) != num_layers:
@@ -120,9 +122,9 @@ class Transformer(nn.Module):
             dropout=dropout,
         )
         blocks = []
-        for own in specs:
+        for layer_spec in specs:
             blocks.append(
-                TransformerBlock(build_attention(own, shape), mlp_ratio=mlp_ratio, bias=bias, dropout=dropout)
+                TransformerBlock(build_attention(layer_spec, shape), mlp_ratio=mlp_ratio, bias=bias, dropout=dropout)
             )
         self.blocks = nn.ModuleList(blocks)
         if self.text_units and not reads_text:
@@ -203,12 +205,12 @@ class Transformer(nn.Module):
         )
         with guard:
             for block, cache in zip(self.layers, repeat(None) if caches is None else caches, strict=False):
-                known = layouts.get(block.attention.layout) if layouts else None
+                block_layout = layouts.get(block.attention.layout) if layouts else None
                 # A cache would be filled a second time by a block that is computed again.
                 options: dict[str, Any] = {
                     "left_padding": left_padding,
                     "cu_seqlens": cu_seqlens,
-                    "layout": known,
+                    "layout": block_layout,
                     "shard": shard,
                 }
                 if self.activation_checkpointing and cache is None and torch.is_grad_enabled():
@@ -352,8 +354,8 @@ class Transformer(nn.Module):
         if not self.has_cache:
             return None
         counts = [block.attention.cost(num_tokens).cache_numbers for block in self.layers]
-        known = [count for count in counts if count is not None]
-        return sum(known) if len(known) == len(counts) else None
+        of_layers = [count for count in counts if count is not None]
+        return sum(of_layers) if len(of_layers) == len(counts) else None
 
     def flops(self, num_tokens: int) -> int:
         """Forward FLOPs for one example of that many tokens, 2 per multiply-add."""

@@ -194,11 +194,11 @@ def _declared(module: nn.Module) -> Mapping[str, Role]:
     """The roles that a module declares for parameters in itself or below."""
     if _declares_roles(module):
         return module.parameter_roles()
-    own = [name for name, _ in module.named_parameters(recurse=False)]
+    names = [name for name, _ in module.named_parameters(recurse=False)]
     if isinstance(module, _NORMS):
-        return {name: Role(kind="bias" if name == "bias" else "norm") for name in own}
+        return {name: Role(kind="bias" if name == "bias" else "norm") for name in names}
     if isinstance(module, nn.Embedding):
-        return {name: Role(kind="embedding") for name in own}
+        return {name: Role(kind="embedding") for name in names}
     return {}
 
 
@@ -228,7 +228,7 @@ def _meant(module: nn.Module, name: str, role: Role) -> dict[str, Role]:
     if path and last == "weight" and isinstance(role, Role):
         layer = _walk(module, path)
         if _computes_weight(layer):
-            return {".".join((*path, own)): found for own, found in layer.weight_roles(role).items()}
+            return {".".join((*path, key)): weight_role for key, weight_role in layer.weight_roles(role).items()}
     return {name: role}
 
 
@@ -251,18 +251,20 @@ def resolved_roles(model: nn.Module) -> dict[int, Role]:
     for path, module in model.named_modules():
         for name, role in _declared(module).items():
             try:
-                meant = {own: (reach(module, own), found) for own, found in _meant(module, name, role).items()}
+                meant = [
+                    (key, reach(module, key), meant_role) for key, meant_role in _meant(module, name, role).items()
+                ]
             except Exception as error:  # a property on the way may raise anything
                 raise ConfigError(
                     f"{type(module).__name__} declares a role for {name!r}, which it does not have; it has "
-                    f"{', '.join(own for own, _ in module.named_parameters()) or 'no parameters'}"
+                    f"{', '.join(key for key, _ in module.named_parameters()) or 'no parameters'}"
                 ) from error
             if not isinstance(role, Role):
                 raise ConfigError(f"{type(module).__name__} must declare a Role for {name!r}, got {quoted(role)}")
-            for own, (parameter, found) in meant.items():
-                full = f"{path}.{own}" if path else own
-                claims.setdefault(id(parameter), []).append(_Claim(found, module, full))
-    return {key: _agreed(found) for key, found in claims.items()}
+            for key, parameter, meant_role in meant:
+                full = f"{path}.{key}" if path else key
+                claims.setdefault(id(parameter), []).append(_Claim(meant_role, module, full))
+    return {identity: _agreed(claimed) for identity, claimed in claims.items()}
 
 
 def _agreed(claims: list[_Claim]) -> Role:

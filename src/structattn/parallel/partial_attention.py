@@ -127,8 +127,8 @@ def attention_to_span(
 
 def _dense(plan: ExchangePlan, level: int, call: Call, per_count: tuple[float, ...]) -> Call:
     """The options where all pairs are visible and share so many levels."""
-    one = LevelLayout((sum(plan.layout.ranks[:level]),), (2**30,))
-    return replace(call.with_terms(scale=per_count[level - 1]), layout=one, is_causal=False, window=None)
+    one_level = LevelLayout((sum(plan.layout.ranks[:level]),), (2**30,))
+    return replace(call.with_terms(scale=per_count[level - 1]), layout=one_level, is_causal=False, window=None)
 
 
 @functools.lru_cache(maxsize=256)

@@ -288,14 +288,14 @@ def parse_spec(text: str) -> AttentionSpec:
         )
     fields: dict[str, Any] = {}
     for term in text.strip().split("+"):
-        found = _read_term(term)
+        term_fields = _read_term(term)
         with reading("attention spec", text, _ALL_FORMS):
-            twice = set(found) & set(fields)
+            twice = set(term_fields) & set(fields)
             if "scoring" in twice:
                 raise ConfigError("two terms give the scoring, and standard is one: keep one of them")
             if twice:
                 raise ConfigError(f"two terms give the {sorted(twice)[0]}")
-        fields.update(found)
+        fields.update(term_fields)
     with reading("attention spec", text, _ALL_FORMS):
         return AttentionSpec(**fields)
 
@@ -331,7 +331,7 @@ def _options(value: LowRank | BTT | MLR | Matrix) -> dict[str, object]:
     """The options of a scoring that are not at their defaults."""
     positional = () if isinstance(value, LowRank) else ("rank", "ranks", "matrix")
     fields = [item for item in dataclasses.fields(value) if item.name not in positional]
-    return {item.name: found for item in fields if (found := getattr(value, item.name)) != item.default}
+    return {item.name: option for item in fields if (option := getattr(value, item.name)) != item.default}
 
 
 def _scoring_terms(spec: AttentionSpec) -> list[str]:

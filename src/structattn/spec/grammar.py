@@ -93,16 +93,16 @@ def read_options(texts: Iterable[str], readers: Mapping[str, Callable[[str], Any
     Raises:
         ConfigError: an option that is unknown, given twice or without a value, or that its reader rejects.
     """
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for text in texts:
         key = text.partition("=")[0].strip()
         if key not in readers:
-            known = nearest_name(key, readers) if readers else "this form has no options"
-            raise ConfigError(f"unknown option {quoted(key)}: {known}")
-        if key in found:
+            remedy = nearest_name(key, readers) if readers else "this form has no options"
+            raise ConfigError(f"unknown option {quoted(key)}: {remedy}")
+        if key in options:
             raise ConfigError(f"the {key} is given twice")
-        found[key] = readers[key](assignment(text)[1])
-    return found
+        options[key] = readers[key](assignment(text)[1])
+    return options
 
 
 def write_term(name: str, value: object = None, /, **options: object) -> str:
@@ -171,9 +171,9 @@ def flag(text: str) -> bool:
     return text == "true"
 
 
-def one_of(what: str, known: Iterable[Value]) -> Callable[[str], Value]:
+def one_of(what: str, choices: Iterable[Value]) -> Callable[[str], Value]:
     """The reader of one of these words; ``what`` is what they are, in an error message."""
-    words = {str(value): value for value in known}
+    words = {str(value): value for value in choices}
 
     def read(text: str) -> Value:
         if text not in words:

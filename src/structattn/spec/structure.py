@@ -20,17 +20,17 @@ def _blocks(text: str) -> tuple[int, ...]:
 
 
 def _term(text: str) -> BlockTerm:
-    found = re.fullmatch("([1-9][0-9]*)x([1-9][0-9]*)x([1-9][0-9]*)(s?)", text)
-    if found is None:
+    match = re.fullmatch("([1-9][0-9]*)x([1-9][0-9]*)x([1-9][0-9]*)(s?)", text)
+    if match is None:
         raise ConfigError(
             "expected terms BxCxF, and after them s for the stride permutation, such as 1x1x8|16x16x256s, got "
             f"{quoted(text)}"
         )
-    kind = "stride" if found[4] else "identity"
+    kind = "stride" if match[4] else "identity"
     return BlockTerm(
-        left_blocks=positive(found[1]),
-        right_blocks=positive(found[2]),
-        inner_dim=positive(found[3]),
+        left_blocks=positive(match[1]),
+        right_blocks=positive(match[2]),
+        inner_dim=positive(match[3]),
         left_permutation=kind,  # type: ignore[arg-type]
         right_permutation=kind,  # type: ignore[arg-type]
     )

@@ -131,23 +131,23 @@ def _fit_all(like: StructuredMatrix, target: Tensor, refine: int | None, seed: i
     first, refined = 0.0, False
     indices = list(itertools.product(*map(range, like.batch_shape)))
     for number, index in enumerate(indices):
-        one, scale = _single(like, index), scale_of(target[index])
-        one.scale_(1 / scale)
-        start, moved = _fit_one(one, target[index] / scale, solver, steps, seed + number, tick)
-        one.scale_(scale)
+        single, scale = _single(like, index), scale_of(target[index])
+        single.scale_(1 / scale)
+        start, moved = _fit_one(single, target[index] / scale, solver, steps, seed + number, tick)
+        single.scale_(scale)
         first, refined = first + start * (scale / whole) ** 2, refined or moved
         with torch.no_grad():
             for name, value in result.named_parameters():
-                value[index] = one.get_parameter(name).to(value)
-    before, after = matrix_errors(like, target), matrix_errors(result, target)
-    if not bool(after.isfinite().all()):
+                value[index] = single.get_parameter(name).to(value)
+    old_errors, new_errors = matrix_errors(like, target), matrix_errors(result, target)
+    if not bool(new_errors.isfinite().all()):
         raise DataError(
             f"fit: the nearest matrix has numbers that {next(like.parameters()).dtype} cannot hold (the largest of the "
             f"given ones is {float(target.abs().max()):.3g}); scale the matrix down, or fit in float64"
         )
     with torch.no_grad():
         for index in indices:
-            if after[index] > before[index]:
+            if new_errors[index] > old_errors[index]:
                 for name, value in result.named_parameters():
                     value[index] = like.get_parameter(name)[index]
     return Fit(
@@ -169,11 +169,11 @@ def _check_like(like: StructuredMatrix, dense: Tensor) -> None:
 
 def _single(like: StructuredMatrix, index: tuple[int, ...]) -> StructuredMatrix:
     """One matrix of the batch, in float64."""
-    one = like.rebatched(()).double()
+    matrix = like.rebatched(()).double()
     with torch.no_grad():
-        for name, value in one.named_parameters():
+        for name, value in matrix.named_parameters():
             value.copy_(like.get_parameter(name)[index])
-    return one
+    return matrix
 
 
 def squared_error(m: StructuredMatrix, target: Tensor) -> float:
@@ -182,22 +182,22 @@ def squared_error(m: StructuredMatrix, target: Tensor) -> float:
         return float((m.to_dense() - target).square().sum())
 
 
-def _fit_one(one: Any, target: Tensor, solver: _Solver, steps: int, seed: int, tick: Tick) -> tuple[float, bool]:
+def _fit_one(matrix: Any, target: Tensor, solver: _Solver, steps: int, seed: int, tick: Tick) -> tuple[float, bool]:
     """Solves, refines, scales, keeps the best; returns the squared error before refinement and whether there
     was any.
     """
-    given, given_error = copy.deepcopy(one.state_dict()), squared_error(one, target)
+    start_weights, start_error = copy.deepcopy(matrix.state_dict()), squared_error(matrix, target)
     with torch.no_grad():
-        solver.solve(one, target, tick)
-    error = squared_error(one, target)
-    if given_error < error:
-        one.load_state_dict(given)
-        error = given_error
+        solver.solve(matrix, target, tick)
+    error = squared_error(matrix, target)
+    if start_error < error:
+        matrix.load_state_dict(start_weights)
+        error = start_error
     wanted = steps > 0 and error > _EXACT**2 * float(target.square().sum())
     if wanted:
-        refine_matrix(one, target, steps, seed, tick)
+        refine_matrix(matrix, target, steps, seed, tick)
     if not solver.is_optimal:
-        _scale_best(one, target)
+        _scale_best(matrix, target)
     return error, wanted
 
 
@@ -303,8 +303,8 @@ def _descend(m: BlockTermSum, target: Tensor, tick: Tick) -> None:
     """Block coordinate descent from zero; with one term one step is the optimum."""
     if isinstance(m, MLBTC):
         m.alpha.fill_(1.0)
-    found = Descent(target, m.terms).run(_MAX_SWEEPS, _SWEEP_TOLERANCE, tick)
-    for (left, right), (new_left, new_right) in zip(m.factors(), found.factors, strict=True):
+    descent = Descent(target, m.terms).run(_MAX_SWEEPS, _SWEEP_TOLERANCE, tick)
+    for (left, right), (new_left, new_right) in zip(m.factors(), descent.factors, strict=True):
         left.copy_(new_left)
         right.copy_(new_right)
 

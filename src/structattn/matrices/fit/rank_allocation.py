@@ -37,11 +37,11 @@ class _State:
             for level, p in enumerate(self.num_blocks)
             if level in kept
         ]
-        found = Descent(self.target, terms, parts=[self.parts[level] for level in kept]).run(_SWEEPS, _TOLERANCE)
+        descent = Descent(self.target, terms, parts=[self.parts[level] for level in kept]).run(_SWEEPS, _TOLERANCE)
         parts = [torch.zeros_like(self.target) for _ in self.ranks]
-        for level, part in zip(kept, found.parts, strict=True):
+        for level, part in zip(kept, descent.parts, strict=True):
             parts[level] = part
-        return replace(self, parts=tuple(parts), error=found.error)
+        return replace(self, parts=tuple(parts), error=descent.error)
 
     def moved(self, giver: int, taker: int, step: int) -> _State:
         """With ``step`` ranks moved from one level to another; its error is that after the descent."""
@@ -111,11 +111,11 @@ def allocate_ranks(
         target = check_dense(dense)
         scale = scale_of(target)
         MultiLevelLowRank(target.shape[0], target.shape[1], (1,) * len(blocks), num_blocks=blocks)  # checks the sizes
-        found = _best(target / scale, total_rank, blocks, progress)
-        found.matrix.scale_(scale)
-        matrix = found.matrix.to(dense.dtype if dense.is_floating_point() else torch.get_default_dtype())
+        best = _best(target / scale, total_rank, blocks, progress)
+        best.matrix.scale_(scale)
+        matrix = best.matrix.to(dense.dtype if dense.is_floating_point() else torch.get_default_dtype())
         error = relative_error(matrix, target)
-        return replace(found, matrix=matrix, relative_error=error, is_optimal=False, method="rank exchange")
+        return replace(best, matrix=matrix, relative_error=error, is_optimal=False, method="rank exchange")
 
 
 def _best(target: Tensor, total_rank: int, blocks: tuple[int, ...], progress: bool) -> Fit:
@@ -174,9 +174,9 @@ def _fitted(
     return fit(target, like, progress=progress)
 
 
-def _state(target: Tensor, num_blocks: tuple[int, ...], found: Fit) -> _State:
+def _state(target: Tensor, num_blocks: tuple[int, ...], fit: Fit) -> _State:
     """A fitted matrix as the start of the exchange."""
-    m = found.matrix
+    m = fit.matrix
     assert isinstance(m, MultiLevelLowRank)  # of _fitted
     ranks, parts = [0] * len(num_blocks), [torch.zeros_like(target) for _ in num_blocks]
     for rank, p, term, (left, right) in zip(m.ranks, m.num_blocks, m.terms, m.factors(), strict=True):

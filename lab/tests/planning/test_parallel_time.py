@@ -28,7 +28,7 @@ def layer(name: str, **changes: object) -> Layer:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_all_work_is_done_once(name, scheme) -> None:
     work, layout = _work(layer(name), N, scheme), LAYOUTS[name]
-    done = (work.own + work.spans + work.helped).sum(1)
+    done = (work.local + work.spans + work.helped).sum(1)
     assert done.tolist() == pytest.approx([4 * layout.score_flops(T), 4 * layout.value_flops(T, 16)], rel=COMPUTED)
     assert sum(work.lengths) == T
 

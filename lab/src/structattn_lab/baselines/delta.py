@@ -86,8 +86,8 @@ class GatedDeltaLayer(BaselineLayer):
     def mix_at(self, x: Tensor, positions: Tensor) -> Tensor:
         """See ``BaselineLayer``."""
         inputs = self.qkv_proj(x)
-        before = inputs.new_zeros(x.shape[0], _TAPS - 1, inputs.shape[2])
-        return self._mixed_inputs(x, torch.cat([before, inputs], dim=1), None)[0]
+        padding = inputs.new_zeros(x.shape[0], _TAPS - 1, inputs.shape[2])
+        return self._mixed_inputs(x, torch.cat([padding, inputs], dim=1), None)[0]
 
     def decode(self, x: Tensor, positions: Tensor, cache: TableCache) -> Tensor:
         """See ``BaselineLayer``."""
@@ -105,8 +105,8 @@ class GatedDeltaLayer(BaselineLayer):
     def _inputs_before(self, cache: TableCache, positions: Tensor) -> Tensor:
         """The inputs of the three tokens before the new ones, in their order, 0 where there are none."""
         held = cache.read("inputs")
-        before = positions[..., :1] + torch.arange(1 - _TAPS, 0, device=positions.device)
-        slots = (before % (_TAPS - 1)).clamp(max=held.shape[1] - 1)  # those of no token are 0
+        wanted = positions[..., :1] + torch.arange(1 - _TAPS, 0, device=positions.device)
+        slots = (wanted % (_TAPS - 1)).clamp(max=held.shape[1] - 1)  # those of no token are 0
         return held.gather(1, slots.expand(held.shape[0], -1)[..., None].expand(-1, -1, held.shape[2]))
 
     def _mixed_inputs(self, x: Tensor, inputs: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -168,9 +168,9 @@ def gated_delta_rule(
         # Masked before the exponential, which would overflow for the future.
         decays = (sums[..., None] - sums[..., None, :]).masked_fill(~is_past, -torch.inf).exp()
         since_start, until_end = sums.exp()[..., None], (sums[..., -1:] - sums).exp()[..., None]
-        known = torch.cat([v, k * since_start], dim=-1) * write
+        right_side = torch.cat([v, k * since_start], dim=-1) * write
         system = k @ k.mT * decays * write  # only what is below the diagonal is read
-        solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
+        solved = torch.linalg.solve_triangular(system, right_side, upper=False, unitriangular=True)
         of_values, of_state = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
         scores, at_start, at_end = q @ k.mT * decays, q * since_start, (k * until_end).mT
         kept = since_start[..., -1:, :]

@@ -34,9 +34,9 @@ def linear(width_in: int, width_out: int) -> nn.Linear:
             f"a linear layer from {width_in:,} to {width_out:,} numbers: expected at most {most:,}, {_MOST_UNEQUAL} "
             "times the narrower side; choose a smaller rank or dimension in the spec"
         )
-    found = nn.Linear(width_in, width_out, bias=False)
-    nn.init.normal_(found.weight, std=1 / math.sqrt(width_in))
-    return found
+    layer = nn.Linear(width_in, width_out, bias=False)
+    nn.init.normal_(layer.weight, std=1 / math.sqrt(width_in))
+    return layer
 
 
 def causal_pairs(num_tokens: int) -> int:

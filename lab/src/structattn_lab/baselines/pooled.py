@@ -135,14 +135,14 @@ class PooledLayer(KeyValueLayer):
         """
         rows, held = cache.extend("tokens", joined(*self.keys_and_values(x)), positions)
         new, block = positions[..., :1], self.variant.block
-        before, after = self._num_pooled(new), self._num_pooled(positions[..., -1:] + 1)
-        starts = block * (before + torch.arange(int((after - before).max()), device=x.device))
+        pooled, pooled_then = self._num_pooled(new), self._num_pooled(positions[..., -1:] + 1)
+        starts = block * (pooled + torch.arange(int((pooled_then - pooled).max()), device=x.device))
         inside = (starts[..., None] + torch.arange(block, device=x.device)).flatten(-2)
         num_old, ring = rows.shape[1] - x.shape[1], block + self.variant.window - 1
         index = torch.where(inside < new, inside % ring, num_old + inside - new).clamp(max=rows.shape[1] - 1)
         whole = rows.gather(1, index.expand(len(x), -1)[..., None].expand(-1, -1, rows.shape[2]))
         summaries = self._summaries(whole.unflatten(1, (starts.shape[-1], block)), starts)
-        cache.write("blocks", summaries, torch.where(starts < after * block, starts, -1))
+        cache.write("blocks", summaries, torch.where(starts < pooled_then * block, starts, -1))
         return self._seen(self.queries(x, positions), positions, rows, held, cache.read("blocks").to(rows.dtype))
 
     def mixing_flops(self, num_tokens: int) -> int:

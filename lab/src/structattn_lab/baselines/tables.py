@@ -64,8 +64,8 @@ class Table:
         assert self.ring is not None
         slots = torch.arange(count, device=last.device).expand(*last.shape[:-1], -1)
         turned = last - (last - slots) % self.ring
-        found = torch.where(slots < self.first, slots, torch.where(turned < self.first, -1, turned))
-        return torch.where(found > last, -1, found)
+        held_positions = torch.where(slots < self.first, slots, torch.where(turned < self.first, -1, turned))
+        return torch.where(held_positions > last, -1, held_positions)
 
 
 class TableCache(OneLayerCache):

@@ -126,7 +126,7 @@ class MupCheckCommand:
         from structattn_lab.report.mup import text
 
         config = QUICK if self.quick else CheckConfig()
-        given = {
+        options = {
             "structures": self.structures,
             "transfer_structures": self.structures,  # of those that a user names, all
             "widths": self.widths,
@@ -138,7 +138,7 @@ class MupCheckCommand:
             "transfer_steps": self.transfer_steps,
             "problem": None if self.heads is None else replace(config.problem, num_heads=self.heads),
         }
-        changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        changes: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
         with as_options(
             widths="--widths",
             transfer_widths="--transfer-widths",

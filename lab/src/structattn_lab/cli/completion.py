@@ -52,13 +52,13 @@ class _Words:
         first: tuple[str, ...] = ()
         for field in dataclasses.fields(kind):
             hint, option = hints[field.name], f"--{field.name.replace('_', '-')}"
-            known = _literals(hint)
+            literals = _literals(hint)
             if tyro.conf.Positional in getattr(hint, "__metadata__", ()):
-                first = known or (tuple(TASKS) if field.name == "task" else ())
+                first = literals or (tuple(TASKS) if field.name == "task" else ())
             elif hint is bool:
                 flags.append(f"--no-{option[2:]}" if field.default is True else option)
             else:
-                values[option] = known
+                values[option] = literals
         about = summary_of(kind).rstrip(".")
         return cls(name=name, about=about, flags=tuple(flags), values=values, first=first)
 
@@ -67,7 +67,7 @@ def _literals(hint: Any) -> tuple[str, ...]:
     """The words of a type, if it has some."""
     if typing.get_origin(hint) is Literal:
         return typing.get_args(hint)
-    return next((words for one in typing.get_args(hint) if (words := _literals(one))), ())
+    return next((words for argument in typing.get_args(hint) if (words := _literals(argument))), ())
 
 
 def _by_task() -> dict[str, dict[str, tuple[str, ...]]]:
@@ -75,12 +75,12 @@ def _by_task() -> dict[str, dict[str, tuple[str, ...]]]:
     from structattn_lab.settings.overrides import fields_of
     from structattn_lab.tasks.registry import presets_of
 
-    found = {task: presets_of(task) for task in TASKS}
+    by_task = {task: presets_of(task) for task in TASKS}
     settings = {
         task: tuple(f"{name}=" for name, _, _ in fields_of(presets["default"].recipe))
-        for task, presets in found.items()
+        for task, presets in by_task.items()
     }
-    return {"--preset": {task: tuple(presets) for task, presets in found.items()}, "--set": settings}
+    return {"--preset": {task: tuple(presets) for task, presets in by_task.items()}, "--set": settings}
 
 
 # How the first lines differ: zsh knows by one which command it completes.
@@ -125,8 +125,10 @@ def _candidates(commands: Iterable[_Words]) -> Iterator[str]:
     file may.
     """
     commands = list(commands)
-    heads = list(dict.fromkeys(one.name.split()[0] for one in commands))
-    groups = {head: [one.name.split()[1] for one in commands if one.name.startswith(f"{head} ")] for head in heads}
+    heads = list(dict.fromkeys(command.name.split()[0] for command in commands))
+    groups = {
+        head: [command.name.split()[1] for command in commands if command.name.startswith(f"{head} ")] for head in heads
+    }
     groups = {head: seconds for head, seconds in groups.items() if seconds}
     yield from (
         "_structattn_candidates() {",
@@ -147,10 +149,10 @@ def _candidates(commands: Iterable[_Words]) -> Iterator[str]:
     yield "    esac"
     yield '    case "$name $previous" in'
     by_task = _by_task()
-    for one in commands:
-        for option, words in one.values.items():
+    for command in commands:
+        for option, words in command.values.items():
             if option not in by_task:
-                yield f'        "{one.name} {option}") echo "{" ".join(words)}"; return ;;'
+                yield f'        "{command.name} {option}") echo "{" ".join(words)}"; return ;;'
     yield "    esac"
     for option, words_of in by_task.items():
         yield '    case "$previous:$task" in'
@@ -158,13 +160,13 @@ def _candidates(commands: Iterable[_Words]) -> Iterator[str]:
             yield f'        "{option}:{task}") echo "{" ".join(words)}"; return ;;'
         yield "    esac"
     yield '    case "$name" in'
-    for one in commands:
-        options = " ".join([*one.values, *one.flags])
-        if one.first:
-            is_first = f'[ "$previous" = "{one.name.split()[-1]}" ]'
-            yield f'        "{one.name}") {is_first} && echo "{" ".join(one.first)}" || echo "{options}" ;;'
+    for command in commands:
+        options = " ".join([*command.values, *command.flags])
+        if command.first:
+            is_first = f'[ "$previous" = "{command.name.split()[-1]}" ]'
+            yield f'        "{command.name}") {is_first} && echo "{" ".join(command.first)}" || echo "{options}" ;;'
         else:
-            yield f'        "{one.name}") echo "{options}" ;;'
+            yield f'        "{command.name}") echo "{options}" ;;'
     yield from ("    esac", "}")
 
 
@@ -183,24 +185,24 @@ def _fish(commands: Iterable[_Words]) -> Iterator[str]:
         "end",
     )
     by_task = _by_task()
-    for one in commands:
-        head, _, second = one.name.partition(" ")
+    for command in commands:
+        head, _, second = command.name.partition(" ")
         at = f'-n "__structattn_at {head}"' if second else "-n __fish_use_subcommand"
-        yield f"complete -c structattn -f {at} -a {second or head} -d {_quoted(one.about)}"
+        yield f"complete -c structattn -f {at} -a {second or head} -d {_quoted(command.about)}"
         if second:
             yield f"complete -c structattn -f -n __fish_use_subcommand -a {head}"
-        has = f'-n "__structattn_has {one.name}"'
-        if one.first:
-            yield f'complete -c structattn -f -n "__structattn_at {one.name}" -a "{" ".join(one.first)}"'
-        for flag in one.flags:
+        has = f'-n "__structattn_has {command.name}"'
+        if command.first:
+            yield f'complete -c structattn -f -n "__structattn_at {command.name}" -a "{" ".join(command.first)}"'
+        for flag in command.flags:
             yield f"complete -c structattn {has} -l {flag[2:]}"
-        for option, words in one.values.items():
+        for option, words in command.values.items():
             if option not in by_task:
                 what = f'-x -a "{" ".join(words)}"' if words else "-r"
                 yield f"complete -c structattn {has} -l {option[2:]} {what}"
                 continue
             for task, words_of in by_task[option].items():
-                both = f'-n "__structattn_has {one.name}; and contains -- {task} (commandline -opc)"'
+                both = f'-n "__structattn_has {command.name}; and contains -- {task} (commandline -opc)"'
                 yield f'complete -c structattn {both} -l {option[2:]} -x -a "{" ".join(words_of)}"'
 
 

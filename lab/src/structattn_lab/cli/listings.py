@@ -44,11 +44,11 @@ def presets() -> str:
     """Every task and its presets, one per line: name, number of attention variants, an estimate of its time
     here, what it is for.
     """
-    found = {task: presets_of(task) for task in usable_tasks()}
-    width = max(len(name) for presets in found.values() for name in presets)
+    by_task = {task: presets_of(task) for task in usable_tasks()}
+    width = max(len(name) for presets in by_task.values() for name in presets)
     times = estimates()
     lines: list[str] = []
-    for task, presets in found.items():
+    for task, presets in by_task.items():
         lines += [*([""] if lines else []), f"{task}: {about(task)}"]
         for name, preset in presets.items():
             seconds = times[task].get(name)

@@ -40,7 +40,10 @@ def _values(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.Prim
     if info._primitive_spec is not None:
         return None
     kind: Any = info.type
-    if isinstance(kind, UnionType) and len(kinds := [one for one in get_args(kind) if one is not NoneType]) == 1:
+    if (
+        isinstance(kind, UnionType)
+        and len(kinds := [member for member in get_args(kind) if member is not NoneType]) == 1
+    ):
         kind = kinds[0]
     several = get_args(kind)[1:] == (...,)
     markers: set[Any] = set(info.markers)
@@ -65,7 +68,7 @@ def parse(arguments: Sequence[str]) -> Command:
     if name is not None and list(arguments[: len(name.split())]) == name.split():
         rest = arguments[len(name.split()) :]
         return cast(Command, _read(COMMANDS[name], rest, f"structattn {name}"))
-    group = {known: kind for known, kind in COMMANDS.items() if known.split()[0] in words[:1]}
+    group = {command: kind for command, kind in COMMANDS.items() if command.split()[0] in words[:1]}
     if words[:1] and not group:
         raise ConfigError(f"unknown command {words[0]!r}: {nearest_name(words[0], COMMANDS)}")
     if group and len(words) > 1:
@@ -84,13 +87,13 @@ def _check_encoding(arguments: Sequence[str]) -> None:
     """Bytes that are no UTF-8 come as halves of surrogate pairs, which no record, report or log can hold:
     better here than after training.
     """
-    for before, word in zip(("", *arguments), arguments, strict=False):
+    for previous, word in zip(("", *arguments), arguments, strict=False):
         try:
             word.encode()
         except UnicodeEncodeError:
             option, equals, value = word.partition("=")
             if not (option.startswith("--") and equals):
-                option, value = before if before.startswith("--") else "the argument", word
+                option, value = previous if previous.startswith("--") else "the argument", word
             raise ConfigError(
                 f"{option}: expected text in UTF-8, got {value!r}, with other bytes in it. Rename the file, or write "
                 "it in UTF-8"
@@ -124,7 +127,7 @@ def _read(kind: type[Any], arguments: Sequence[str], program: str) -> object:
     for word in arguments:
         option = word.partition("=")[0].replace("_", "-")
         if option.startswith("--") and option not in [*options, "--help"]:
-            positive = [known for known in options if not known.startswith("--no-")]
+            positive = [spelling for spelling in options if not spelling.startswith("--no-")]
             hint = nearest_name(option, positive) if positive else "it has none"
             raise ConfigError(f"unknown option {option!r} of {program}: {hint}")
     raise ConfigError(f"{_first_part(report.getvalue())}; {program} --help shows what it takes")

@@ -69,15 +69,15 @@ class TaskCommand:
             from structattn_lab.settings.config_file import ConfigFile
 
             file = ConfigFile.read(self.config)
-        given = {**file.options(self.in_file, type(self)), "task": file.task} if file else {}
+        from_file = {**file.options(self.in_file, type(self)), "task": file.task} if file else {}
         for name, default in {**self.in_file, "task": None}.items():
             if getattr(self, name) in (None, ()):
-                object.__setattr__(self, name, given.get(name, default))
+                object.__setattr__(self, name, from_file.get(name, default))
         if self.task is None:
             raise ConfigError(f"expected TASK, one of {', '.join(TASKS)}, or --config with a file that names it")
-        if given and given["task"] not in (None, self.task):
+        if from_file and from_file["task"] not in (None, self.task):
             raise ConfigError(
-                f"{self.config} is of the task {given['task']}, not of {self.task}: leave one of the two out"
+                f"{self.config} is of the task {from_file['task']}, not of {self.task}: leave one of the two out"
             )
         object.__setattr__(self, "_file", file)
 
@@ -109,9 +109,9 @@ class TaskCommand:
 
         recipe = self.recipe()
         file = self._file
-        found = [(f"--set {name}", name) for name in (Change.parse(text).name for text in self.set)]
-        found += [(f"{file.path}: {name}", name) for name in file.values if name not in self.in_file] if file else []
-        for written, name in found:
+        sources = [(f"--set {name}", name) for name in (Change.parse(text).name for text in self.set)]
+        sources += [(f"{file.path}: {name}", name) for name in file.values if name not in self.in_file] if file else []
+        for written, name in sources:
             if name.partition(".")[0] not in ("task", "training"):
                 instead = f"give --{name}" if name == "attention" else "leave it out"
                 raise ConfigError(f"{written} belongs to structattn compare: {instead}")
@@ -185,11 +185,11 @@ class CompareCommand(TaskCommand):
         from structattn_lab.compare.pages import text
 
         _check_no_launcher("compare")
-        given = {"attention": self.attention, "seeds": self.seeds, "widths": self.widths, "budgets": self.budgets}
-        given = {name: value for name, value in given.items() if value not in (None, ())}
+        options = {"attention": self.attention, "seeds": self.seeds, "widths": self.widths, "budgets": self.budgets}
+        options = {name: value for name, value in options.items() if value not in (None, ())}
         recipe = self.recipe()
-        with as_options(**{name: f"--{name}" for name in given}):
-            recipe = replace(recipe, **given)
+        with as_options(**{name: f"--{name}" for name in options}):
+            recipe = replace(recipe, **options)
         if self.ray_address and self.jobs != 1:
             raise ConfigError("--jobs is only for this machine: on a Ray cluster its cores and GPUs decide")
         length = " or ".join(f"{budget:g} FLOPs" for budget in recipe.budgets) or f"{recipe.training.steps:,} steps"
@@ -246,7 +246,7 @@ class TrainCommand(TaskCommand):
         owner = Owner(command="train", task=task.name, settings=settings, free=free, recorded=run_record)
         empty_model(task, attention, recipe.training.parametrization)  # a size that fits no machine is named first
         folder, finished = finished_in(
-            self.out, owner, resume=self.resume, read=lambda found: found if is_finished(found) else None
+            self.out, owner, resume=self.resume, read=lambda done: done if is_finished(done) else None
         )
         with (
             nullcontext(finished)
@@ -326,7 +326,7 @@ class SweepCommand(TaskCommand):
 
         _check_no_launcher("sweep")
         recipe = self.recipe_of_runs()
-        given = {"--data": self.data and self.data.absolute(), "--time": self.time, "--target": self.target}
+        data_options = {"--data": self.data and self.data.absolute(), "--time": self.time, "--target": self.target}
         plan = SweepPlan(
             task_name=known(self.task),
             settings=RunSettings(task=recipe.task, training=recipe.training),
@@ -338,7 +338,9 @@ class SweepCommand(TaskCommand):
             grace_period=self.grace_period,
             preset=known(self.preset),
             changes=(*(self._file.texts(without=self.in_file) if self._file else ()), *self.set),
-            given=tuple(word for option, value in given.items() if value is not None for word in (option, str(value))),
+            given=tuple(
+                word for option, value in data_options.items() if value is not None for word in (option, str(value))
+            ),
         )
         done = sweep(
             plan,

@@ -108,7 +108,7 @@ def constructor(kind: Kind, *, several: bool) -> tyro.constructors.PrimitiveCons
         metavar=f"{kind.name} [{kind.name} ...]" if several else kind.name,
         instance_from_str=read,
         is_instance=is_instance,
-        str_from_instance=lambda value: [str(one) for one in (value if several and value is not None else [value])],
+        str_from_instance=lambda value: [str(item) for item in (value if several and value is not None else [value])],
     )
 
 
@@ -122,15 +122,15 @@ def number(**bounds: float) -> Kind:
     return Kind(type=float, name="FLOAT", words="a finite number", **bounds)
 
 
-def choice(known: tuple[str, ...]) -> Kind:
+def choice(choices: tuple[str, ...]) -> Kind:
     """One of several words."""
 
     def read(word: str) -> str:
-        if word not in known:
-            raise ValueError(f"unknown value {word!r}: {nearest_name(word, known)}")
+        if word not in choices:
+            raise ValueError(f"unknown value {word!r}: {nearest_name(word, choices)}")
         return word
 
-    return Kind(type=read, name=f"{{{','.join(known)}}}", words="a word")
+    return Kind(type=read, name=f"{{{','.join(choices)}}}", words="a word")
 
 
 TEXT = Kind(type=str, name="TEXT", words="a text")

@@ -87,10 +87,10 @@ def load_matrix(text: str, size: int) -> NamedMatrix:
         raise ConfigError("a matrix has an empty name: give a .npy file, the folder of a run, or an example")
     if text.endswith(".npy"):
         return _from_file(Path(text))
-    found = re.fullmatch(r"(.+)@(\d+)\.(\d+)", text)
-    folder = Path(found[1] if found else text)
+    match = re.fullmatch(r"(.+)@(\d+)\.(\d+)", text)
+    folder = Path(match[1] if match else text)
     if folder.is_dir():
-        return _from_run(folder, int(found[2]) if found else 0, int(found[3]) if found else 0)
+        return _from_run(folder, int(match[2]) if match else 0, int(match[3]) if match else 0)
     raise ConfigError(
         f"{text!r} is not a .npy file, the folder of a run, or an example: {nearest_name(text, EXAMPLES)}; "
         "save your array with numpy.save to fit it"

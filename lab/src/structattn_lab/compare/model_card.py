@@ -69,15 +69,15 @@ def _origin(source: str) -> tuple[str | None, str | None]:
     path = Path(source, README) if is_folder else try_to_load_from_cache(source, README)
     try:  # a card is written by hand, and the hub may not be there: the model is worth more than its license here
         if isinstance(path, str | Path) and Path(path).is_file():
-            known: Any = ModelCard.load(path).data
+            card: Any = ModelCard.load(path).data
         elif is_folder or constants.HF_HUB_OFFLINE:
             return None if is_folder else source, None
         else:
-            known = HfApi().model_info(source, timeout=_TIMEOUT).card_data
+            card = HfApi().model_info(source, timeout=_TIMEOUT).card_data
     except Exception:
         return None if is_folder else source, None
     base, licensed = (
-        found if isinstance(found := getattr(known, name, None), str) else None for name in ("base_model", "license")
+        value if isinstance(value := getattr(card, name, None), str) else None for name in ("base_model", "license")
     )
     if not is_folder:
         return source, licensed
@@ -88,11 +88,11 @@ def _structure(structure: dict[str, Any] | None, spec: str) -> str:
     if structure is None:
         return f"`{spec}`: {student_form(spec).describe()}."
     lines = ["| layers | attention |", "|---|---|"]
-    for one, group in groupby(enumerate(structure["specs"]), key=lambda pair: pair[1]):
+    for layer_spec, group in groupby(enumerate(structure["specs"]), key=lambda pair: pair[1]):
         numbers = [number for number, _ in group]
         shown = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
         written = (
-            "as in the original" if one is None else "`" + one.replace("|", r"\|") + "`"
+            "as in the original" if layer_spec is None else "`" + layer_spec.replace("|", r"\|") + "`"
         )  # a bar would end the cell
         lines.append(f"| {shown} | {written} |")
     split = structure.get("rotary_split")
@@ -100,22 +100,22 @@ def _structure(structure: dict[str, Any] | None, spec: str) -> str:
 
 
 def _results(record: ComparisonRecord, length: int) -> str:
-    (found,) = healed_rows(record)
-    teacher, before, after = found.losses
+    (healed,) = healed_rows(record)
+    teacher, at_start, at_end = healed.losses
     lines = [
         "| | original | before training | after training |",
         "|---|---|---|---|",
-        f"| loss, nats per token (validation) | {teacher:.4f} | {before:.4f} | {after:.4f} |",
+        f"| loss, nats per token (validation) | {teacher:.4f} | {at_start:.4f} | {at_end:.4f} |",
     ]
-    if found.recalls:
-        shares = " | ".join(f"{share:.2f}" for share in found.recalls)
-        lines.append(f"| recall at {found.distance:,} tokens (validation) | {shares} |")
-    whole, own = found.cache_bytes
-    lines.append(f"| bytes of the cache at {length:,} tokens | {whole:,} | {own:,} | {own:,} |")
+    if healed.recalls:
+        shares = " | ".join(f"{share:.2f}" for share in healed.recalls)
+        lines.append(f"| recall at {healed.distance:,} tokens (validation) | {shares} |")
+    whole, reduced = healed.cache_bytes
+    lines.append(f"| bytes of the cache at {length:,} tokens | {whole:,} | {reduced:,} | {reduced:,} |")
     device = record.hardware.cpu if record.hardware.device == "cpu" else record.hardware.device
-    times = [DASH if ms is None else f"{ms:.2f}" for ms in found.decode_ms]
+    times = [DASH if ms is None else f"{ms:.2f}" for ms in healed.decode_ms]
     lines.append(f"| ms per token there, one prompt, on {device} | {times[0]} | | {times[1]} |")
-    share = recovered(found.losses)
+    share = recovered(healed.losses)
     return "\n".join(lines) + (f"\n\nOf the loss before training, training won back: {share}." if share != DASH else "")
 
 

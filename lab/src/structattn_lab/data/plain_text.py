@@ -99,12 +99,12 @@ def read_text(path: str, expected: str = "text") -> str:
         try:
             handle = os.open(path, _READ_ONLY)
             try:
-                found = os.fstat(handle)
-                check_regular(found, path, expected)
-                data = os.read(handle, min(found.st_size, _AT_ONCE) + 1)
+                status = os.fstat(handle)
+                check_regular(status, path, expected)
+                data = os.read(handle, min(status.st_size, _AT_ONCE) + 1)
             finally:
                 os.close(handle)
-            if len(data) == found.st_size and not data.startswith(_GZIP):
+            if len(data) == status.st_size and not data.startswith(_GZIP):
                 text = data.decode(_encoding(data[:_HEAD], path, expected))
                 return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
         except _UNREADABLE as error:
@@ -127,11 +127,11 @@ def _named(error: Exception, path: str, expected: str) -> DataError:
     return ReadingStoppedError(f"expected {expected} at {path}, got: {why or error}. Check its permissions")
 
 
-def check_regular(found: os.stat_result, path: str, expected: str) -> None:
+def check_regular(status: os.stat_result, path: str, expected: str) -> None:
     """Raises ``DataError`` unless this is a file, and not a folder, a pipe or a device."""
-    if stat.S_ISREG(found.st_mode):
+    if stat.S_ISREG(status.st_mode):
         return
-    if stat.S_ISDIR(found.st_mode):
+    if stat.S_ISDIR(status.st_mode):
         raise DataError(f"expected {expected} at {path}, got a folder. Name a file in it")
     # a pipe can be read once, and may have no end
     raise DataError(f"expected {expected} at {path}, got a pipe or a device. Save it as a file first")

@@ -140,8 +140,8 @@ def _read(table: Table, time: str, targets: list[str]) -> list[TimeSeries]:
     split = ett_split(step) if set(table.columns) == _ETT_COLUMNS else None
     is_ett = split is not None and len(times) >= split[2]
     return [
-        TimeSeries(values=own, times=times, name=name, step=step, is_ett=is_ett)
-        for own, name in zip(values, targets, strict=True)
+        TimeSeries(values=column_values, times=times, name=name, step=step, is_ett=is_ett)
+        for column_values, name in zip(values, targets, strict=True)
     ]
 
 
@@ -201,7 +201,7 @@ def _parse_times(table: Table, column: str) -> Times:
             )
         parsed = complete[0]
     for problem, cell in (("a time without a date", _CLOCK), ("a time zone in some rows and none in others", _ZONE)):
-        has = [found is not None for found in map(cell.search, cells)]
+        has = [match is not None for match in map(cell.search, cells)]
         if (any(has) and not all(has)) or (has[0] and cell is _CLOCK):
             i = has.index(not has[0]) if not all(has) else 0
             raise DataError(
@@ -250,10 +250,10 @@ def _are_clock_changes(times: Times, steps: npt.NDArray[np.int64], off: npt.NDAr
     saving time.
     """
     usual = most_frequent(steps)
-    before = times[:-1][off] + np.timedelta64(1, "h")  # for changes at midnight, the new day
-    weekdays = (before.astype("datetime64[D]").astype(np.int64) + 3) % 7
-    months = before.astype("datetime64[M]").astype(np.int64) % 12 + 1
-    hours = before.astype("datetime64[h]").astype(np.int64) % 24
+    expected = times[:-1][off] + np.timedelta64(1, "h")  # for changes at midnight, the new day
+    weekdays = (expected.astype("datetime64[D]").astype(np.int64) + 3) % 7
+    months = expected.astype("datetime64[M]").astype(np.int64) % 12 + 1
+    hours = expected.astype("datetime64[h]").astype(np.int64) % 24
     is_hour = np.abs(steps[off] - usual) == _HOUR
     in_season = np.isin(months, (3, 4, 8, 9, 10, 11))
     return bool(usual <= 6 * _HOUR and (is_hour & (weekdays == 6) & (hours <= 4) & in_season).all())

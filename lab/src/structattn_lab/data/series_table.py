@@ -237,15 +237,15 @@ def _text(path: Path | None) -> str:
 
 def _header(text: str, time: str) -> tuple[str, list[str]]:
     """The separator with which the first row has the time column, and most names; and those names."""
-    found = []
+    candidates = []
     begin = text[:_LONGEST_HEADER]  # copying a large file for each separator would take long
     for separator in _SEPARATORS:
         try:
             names = next(csv.reader(io.StringIO(begin), delimiter=separator, skipinitialspace=True), [])
         except csv.Error:  # a cell that is too long
             continue
-        found.append((separator, [name.strip() for name in names]))
-    if not found:
+        candidates.append((separator, [name.strip() for name in names]))
+    if not candidates:
         return ",", []
-    with_time = [pair for pair in found if time.strip() in pair[1]]
-    return max(with_time or found, key=lambda pair: len(pair[1]))
+    with_time = [pair for pair in candidates if time.strip() in pair[1]]
+    return max(with_time or candidates, key=lambda pair: len(pair[1]))

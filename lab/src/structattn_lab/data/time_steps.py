@@ -69,8 +69,8 @@ class TimeStep:
         if self.microseconds:
             return last + number * np.timedelta64(self.microseconds, "us")
         if self.calendar:
-            found = pandas().date_range(last, periods=count + 1, freq=self.calendar)[1:]
-            return found.to_numpy().astype(times.dtype)
+            later = pandas().date_range(last, periods=count + 1, freq=self.calendar)[1:]
+            return later.to_numpy().astype(times.dtype)
         months = last.astype("datetime64[M]") + number * self.months
         begin, end = months.astype(times.dtype), (months + 1).astype(times.dtype)
         since_start, until_end = _in_month(times)
@@ -128,14 +128,14 @@ def _calendar(times: Times) -> str | None:
     pd = pandas()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # pandas 3 announces that a later version returns an object
-        found = pd.infer_freq(pd.DatetimeIndex(times))
-    return None if found is None else str(getattr(found, "freqstr", found))
+        frequency = pd.infer_freq(pd.DatetimeIndex(times))
+    return None if frequency is None else str(getattr(frequency, "freqstr", frequency))
 
 
 def most_frequent(numbers: Numbers) -> int:
     """The number that is there most often."""
-    found, counts = np.unique(numbers, return_counts=True)
-    return int(found[np.argmax(counts)])
+    values, counts = np.unique(numbers, return_counts=True)
+    return int(values[np.argmax(counts)])
 
 
 def _count(number: int, unit: str) -> str:

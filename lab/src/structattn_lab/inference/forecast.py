@@ -120,21 +120,21 @@ def forecast_file(
     time = asked.time if time is None else time.strip()
     path = data if data is not None else asked.data
     if path is not None:
-        _check_input(path, out, given=data is not None)
+        _check_input(path, out, is_named=data is not None)
     with doing(f"reading {'ETTh1' if path is None else path}"):
         table = CsvTable(path, time, needs_time=False)
-    found = asked.forecast(table, time)
-    write_atomic(out, _csv(found))
-    write_atomic(out.with_suffix(".png"), png(lambda: future_figure(found)))
-    return found
+    forecast_table = asked.forecast(table, time)
+    write_atomic(out, _csv(forecast_table))
+    write_atomic(out.with_suffix(".png"), png(lambda: future_figure(forecast_table)))
+    return forecast_table
 
 
-def _check_input(path: Path, out: Path, *, given: bool) -> None:
+def _check_input(path: Path, out: Path, *, is_named: bool) -> None:
     """Raises ``ConfigError`` if an output is the input, and ``DataError`` if the file of the training is
     gone.
     """
     if not is_there(str(path)):
-        if not given:
+        if not is_named:
             raise DataError(f"the training data, {path}, are not there: give the series with --data")
         return  # reading it says so
     for file in (out, out.with_suffix(".png")):
@@ -160,13 +160,13 @@ def _check_out(out: Path, run: Path, *, overwrite: bool) -> None:
         raise ConfigError(f"cannot write to {folder}: give another --out")
 
 
-def _csv(found: Forecast) -> str:
+def _csv(forecast: Forecast) -> str:
     """The table as text: days as dates, other times to the second."""
-    table, times = found.table.copy(), np.concatenate([found.past_times, found.times])
-    if found.has_dates:
-        column = table[found.time]
+    table, times = forecast.table.copy(), np.concatenate([forecast.past_times, forecast.times])
+    if forecast.has_dates:
+        column = table[forecast.time]
         are_days = column.dt.tz is None and (times == times.astype("datetime64[D]")).all()
-        table[found.time] = [f"{time:%Y-%m-%d}" if are_days else time.isoformat(sep=" ") for time in column]
+        table[forecast.time] = [f"{time:%Y-%m-%d}" if are_days else time.isoformat(sep=" ") for time in column]
     text: str = table.to_csv(index=False, float_format="%.9g", lineterminator="\n")
     return text
 

@@ -152,9 +152,13 @@ def _model(folder: Path, run: FinishedRun, config: ForecastConfig, kept: Kept) -
 def _of_comparison(folder: Path, row: str | None, variant: str | None) -> Chosen:
     record = read_comparison(folder)
     _check_task(folder, record.task)
-    found = _candidates(folder, record)
-    best = _best(folder, _named(folder, _of_variant(folder, found, variant), row))
-    names = dict.fromkeys(one.name for one in found if isinstance(one.row, BaselineRow) and one.name != Ridge.name)
+    candidates = _candidates(folder, record)
+    best = _best(folder, _named(folder, _of_variant(folder, candidates, variant), row))
+    names = dict.fromkeys(
+        candidate.name
+        for candidate in candidates
+        if isinstance(candidate.row, BaselineRow) and candidate.name != Ridge.name
+    )
     why = f"its validation {record.metric} is {best.validation:.3g}"
     if row is None:
         why = f"the lowest validation {record.metric} of the comparison, {best.validation:.3g}"
@@ -169,7 +173,7 @@ def _of_comparison(folder: Path, row: str | None, variant: str | None) -> Chosen
     if path.is_file():
         kept = read_kept(path)
     else:
-        first = next(one for one in record.rows if position_of(one) == best.point.position)
+        first = next(other for other in record.rows if position_of(other) == best.point.position)
         run = best.point.run_folder(folder, first.spec, record.seeds[0], first.learning_rate)
         _, task = _from_training_data(run)
         kept = task.kept_with_baselines()
@@ -197,38 +201,47 @@ def _candidates(folder: Path, record: ComparisonRecord) -> list[_Candidate]:
         raise CheckpointError(f"{where}: no settings are those of {error}") from error
 
 
-def _of_variant(folder: Path, found: Sequence[_Candidate], variant: str | None) -> list[_Candidate]:
+def _of_variant(folder: Path, candidates: Sequence[_Candidate], variant: str | None) -> list[_Candidate]:
     """Those of a variant: of one point of the grid, or of all that differ in the searched setting only."""
     if variant is None:
-        return list(found)
-    chosen = [one for one in found if variant in (one.point.position.variant, one.point.position.group)]
+        return list(candidates)
+    chosen = [
+        candidate
+        for candidate in candidates
+        if variant in (candidate.point.position.variant, candidate.point.position.group)
+    ]
     if not chosen:
-        raise ConfigError(f"{folder} has no variant {variant!r}: {_known_variants(found, variant)}")
+        raise ConfigError(f"{folder} has no variant {variant!r}: {_known_variants(candidates, variant)}")
     return chosen
 
 
-def _known_variants(found: Sequence[_Candidate], name: str) -> str:
-    names = [one.point.position.group or one.point.position.variant for one in found]
+def _known_variants(candidates: Sequence[_Candidate], name: str) -> str:
+    names = [candidate.point.position.group or candidate.point.position.variant for candidate in candidates]
     return nearest_name(name, {name for name in names if name is not None}) if any(names) else "it has only one"
 
 
-def _named(folder: Path, found: Sequence[_Candidate], row: str | None) -> list[_Candidate]:
+def _named(folder: Path, candidates: Sequence[_Candidate], row: str | None) -> list[_Candidate]:
     """Those of a name, or that begin with it where there is no such name."""
     if row is None:
-        return list(found)
+        return list(candidates)
     from structattn_lab.tasks.forecast.figures import name_of  # matplotlib is optional
 
     wanted = "".join(row.split()).lower()
 
-    def names(one: _Candidate) -> tuple[str, ...]:
-        return tuple("".join(name.split()).lower() for name in (one.name, old_spec(one.name), name_of(one.name)))
+    def names(candidate: _Candidate) -> tuple[str, ...]:
+        return tuple(
+            "".join(name.split()).lower()
+            for name in (candidate.name, old_spec(candidate.name), name_of(candidate.name))
+        )
 
-    chosen = [one for one in found if wanted in names(one)]
-    chosen = chosen or [one for one in found if wanted and any(name.startswith(wanted) for name in names(one))]
-    known = dict.fromkeys(one.name for one in found)
+    chosen = [candidate for candidate in candidates if wanted in names(candidate)]
+    chosen = chosen or [
+        candidate for candidate in candidates if wanted and any(name.startswith(wanted) for name in names(candidate))
+    ]
+    names_of_rows = dict.fromkeys(candidate.name for candidate in candidates)
     if not chosen:
-        raise ConfigError(f"{folder} has no row {row!r}: {nearest_name(row, known)}")
-    several = dict.fromkeys(one.name for one in chosen)
+        raise ConfigError(f"{folder} has no row {row!r}: {nearest_name(row, names_of_rows)}")
+    several = dict.fromkeys(candidate.name for candidate in chosen)
     if len(several) > 1:
         raise ConfigError(
             f"{row!r} is the beginning of several rows, {', '.join(map(repr, several))}: give one of them"
@@ -236,24 +249,24 @@ def _named(folder: Path, found: Sequence[_Candidate], row: str | None) -> list[_
     return chosen
 
 
-def _best(folder: Path, found: Sequence[_Candidate]) -> _Candidate:
+def _best(folder: Path, candidates: Sequence[_Candidate]) -> _Candidate:
     """The one with the lowest validation error."""
-    if len({one.asks for one in found}) > 1:
+    if len({candidate.asks for candidate in candidates}) > 1:
         raise ConfigError(
             f"the comparison in {folder} forecasts other columns or horizons under each of its variants: name one with "
-            f"--variant: {_known_variants(found, '')}"
+            f"--variant: {_known_variants(candidates, '')}"
         )
-    return min(found, key=lambda one: one.validation)
+    return min(candidates, key=lambda candidate: candidate.validation)
 
 
 def _best_seed(folder: Path, record: ComparisonRecord, point: Point, row: Row) -> tuple[Path, int]:
     """The run of a row with the lowest validation error, and its seed."""
-    found = []
+    scores = []
     for seed in record.seeds:
         run = point.run_folder(folder, row.spec, seed, row.learning_rate)
         progress = progress_of(read_record(run), run)
         patience = point.recipe.training.patience
         score = math.inf if progress is None else progress.final_validation_score(record.metric, patience)
-        found.append((score, seed, run))
-    _, seed, run = min(found)
+        scores.append((score, seed, run))
+    _, seed, run = min(scores)
     return run, seed

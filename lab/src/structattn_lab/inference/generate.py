@@ -95,10 +95,10 @@ class TextGeneration:
                 if token is not None and running[row]:
                     unread[row].append(token)
                     text = self._whole(unread[row])
-                    before = max(0, len(texts[row]) - len(self._stop) + 1)
+                    start = max(0, len(texts[row]) - len(self._stop) + 1)
                     new[row] = text
                     texts[row] += text
-                    running[row] = not self._stop or self._stop not in texts[row][before:]
+                    running[row] = not self._stop or self._stop not in texts[row][start:]
                     self.num_tokens += 1
             yield new
 

@@ -110,10 +110,10 @@ class Activations:
         inputs = self.block_input.times(len(self.blocks))
         kept = SavedBytes()
         points = [ends + inputs if checkpointing else sum(self.blocks, start=ends)]
-        for block, own in zip(self.blocks, self.block_gradients, strict=True):
+        for block, of_block in zip(self.blocks, self.block_gradients, strict=True):
             kept = kept + block  # of this block and those before, when it is differentiated
             later = inputs + block if checkpointing else kept
-            points.append(later + own if gradients else later)
+            points.append(later + of_block if gradients else later)
         return max(point.of_data(batch, length) for point in points)
 
 
@@ -153,13 +153,13 @@ def activations(model: LanguageModel, precision: Precision, device: Literal["cud
     norm = SavedBytes(per_token=FLOAT32 * width + _STATISTICS)
     copies = 2 * model.read_out.weight.numel() if precision == "bf16" else 0
     parts = {str(block): _block(block, precision, device) for block in blocks}  # blocks of one spec are counted once
-    found = [parts[str(block)] for block in blocks]
+    counted = [parts[str(block)] for block in blocks]
     return Activations(
-        blocks=tuple(kept for kept, _ in found),
+        blocks=tuple(kept for kept, _ in counted),
         block_input=SavedBytes(per_token=FLOAT32 * width),
         # The last number is the count of scored tokens.
         ends=norm + SavedBytes(per_token=narrow * width + FLOAT32 * vocab + 2 * _ID, fixed=copies + FLOAT32),
-        block_gradients=tuple(gradients for _, gradients in found),
+        block_gradients=tuple(gradients for _, gradients in counted),
         loss_gradients=SavedBytes(per_token=2 * FLOAT32 * vocab),
     )
 
@@ -233,10 +233,10 @@ def _inside(matrix: StructuredMatrix, product: Callable[[Tensor], Tensor], preci
     Under autocast everything inside has 16 bits, and every multiplication casts the input anew and keeps
     that.
     """
-    (own, read), (own_of_two, read_of_two) = (_numbers_inside(matrix, product, n * _FEW) for n in (1, 2))
-    inside, views = (own_of_two - own) // _FEW, (read_of_two - read) // _FEW
+    (of_one, read), (of_two, read_of_two) = (_numbers_inside(matrix, product, n * _FEW) for n in (1, 2))
+    inside, views = (of_two - of_one) // _FEW, (read_of_two - read) // _FEW
     if precision == "float32":
-        return SavedBytes(per_token=FLOAT32 * inside, fixed=FLOAT32 * (own - _FEW * inside))
+        return SavedBytes(per_token=FLOAT32 * inside, fixed=FLOAT32 * (of_one - _FEW * inside))
     return SavedBytes(per_token=2 * (inside + views))
 
 
@@ -244,7 +244,7 @@ def _numbers_inside(matrix: StructuredMatrix, product: Callable[[Tensor], Tensor
     """The number of values that a product saves for one sequence: in separate storages, and as views of its
     input.
     """
-    own: dict[int, Tensor] = {}  # by storage; references to the tensors are kept, so that no address is used twice
+    storages: dict[int, Tensor] = {}  # by storage; references to the tensors are kept, so that no address is used twice
     views = 0
     x = torch.empty(1, 1, 1, length, matrix.num_rows, device="meta", requires_grad=True)
 
@@ -254,9 +254,9 @@ def _numbers_inside(matrix: StructuredMatrix, product: Callable[[Tensor], Tensor
         if place == x.untyped_storage()._cdata:
             views += tensor.numel()
         elif not any(place == p.untyped_storage()._cdata for p in matrix.parameters()):
-            own[place] = tensor
+            storages[place] = tensor
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         product(x)
-    return sum(tensor.untyped_storage().nbytes() // tensor.element_size() for tensor in own.values()), views
+    return sum(tensor.untyped_storage().nbytes() // tensor.element_size() for tensor in storages.values()), views

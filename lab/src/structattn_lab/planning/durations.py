@@ -112,21 +112,21 @@ def estimates() -> dict[str, dict[str, float | None]]:
         kept = json.loads(path.read_text())
         if kept["made_with"] == made_with and 0 <= time.time() - path.stat().st_mtime < _KEPT_S:
             return dict(kept["seconds"])
-    found: dict[str, dict[str, float | None]] = {}
+    seconds: dict[str, dict[str, float | None]] = {}
     for task in TASKS:
         with doing(f"measuring training steps of {task}"):
             try:
                 step = measured_step(task)
             except StructAttnError:
-                found[task] = dict.fromkeys(presets_of(task))
+                seconds[task] = dict.fromkeys(presets_of(task))
                 continue
-            found[task] = {
+            seconds[task] = {
                 name: estimated_seconds(task, preset.recipe, step) for name, preset in presets_of(task).items()
             }
     if path is not None:
         with contextlib.suppress(CheckpointError):
-            write_atomic(path, json.dumps({"made_with": made_with, "seconds": found}, indent=1))
-    return found
+            write_atomic(path, json.dumps({"made_with": made_with, "seconds": seconds}, indent=1))
+    return seconds
 
 
 def in_words(seconds: float) -> str:

@@ -109,14 +109,14 @@ class _Work:
 
     Attributes:
         lengths: the tokens of each process.
-        own, spans, helped: (2, N), FLOPs of scores and of values: of a process with its own keys, with those
-            of others, and of queries of others.
+        local, spans, helped: (2, N), FLOPs of scores and of values: of a process with its own keys, with
+            those of others, and of queries of others.
         first, second: (N, N) bytes that travel before the work on them, and after it; for the passes forward
             and back.
     """
 
     lengths: tuple[int, ...]
-    own: Tensor
+    local: Tensor
     spans: Tensor
     helped: Tensor
     first: tuple[Tensor, Tensor]
@@ -146,13 +146,13 @@ def layer_time(layer: Layer, devices: Devices, scheme: Scheme) -> LayerTime:
             return torch.zeros_like(linear)
         return torch.maximum(sent.sum(0), sent.sum(1)) / devices.link + devices.latency
 
-    own, spans, helped = (seconds(x, 1, 1) for x in (work.own, work.spans, work.helped))
-    helps = torch.maximum(own, exchange(work.first[0])) + helped
+    local, spans, helped = (seconds(x, 1, 1) for x in (work.local, work.spans, work.helped))
+    helps = torch.maximum(local, exchange(work.first[0])) + helped
     forward = torch.maximum(helps + spans, _come(helps, work.second[0], exchange(work.second[0])))
     # Of the backward pass: scores are computed again, and two products for each one of the forward pass.
-    own, spans, helped = (seconds(x, 3, 2) for x in (work.own, work.spans, work.helped))
+    local, spans, helped = (seconds(x, 3, 2) for x in (work.local, work.spans, work.helped))
     helps = torch.maximum(spans, exchange(work.first[1])) + helped
-    backward = torch.maximum(helps + own, _come(helps, work.second[1], exchange(work.second[1])))
+    backward = torch.maximum(helps + local, _come(helps, work.second[1], exchange(work.second[1])))
     sent = work.first[0] + work.second[0]
     return LayerTime(
         forward=float((forward + linear).max()),
@@ -184,7 +184,7 @@ def _dims(layer: Layer) -> Tensor:
 
 
 def _sent_keys(layer: Layer, lengths: Sequence[int], order: Order) -> Tensor:
-    found = layer.layout.communication_bytes(
+    sent = layer.layout.communication_bytes(
         layer.num_positions,
         lengths,
         order=order,
@@ -192,7 +192,7 @@ def _sent_keys(layer: Layer, lengths: Sequence[int], order: Order) -> Tensor:
         value_dim=layer.value_dim,
         dtype=layer.dtype,
     )
-    return torch.tensor(found.keys, dtype=torch.float64) + torch.tensor(found.values, dtype=torch.float64)
+    return torch.tensor(sent.keys, dtype=torch.float64) + torch.tensor(sent.values, dtype=torch.float64)
 
 
 def _flops(layer: Layer, lengths: Sequence[int]) -> Tensor:
@@ -207,17 +207,17 @@ def _divided(layer: Layer, lengths: tuple[int, ...], order: Order) -> _Work:
     flops, keys = _flops(layer, shards), _sent_keys(layer, lengths, order)
     none = torch.zeros_like(keys)
     places = torch.tensor(holders)
-    own, spans = (torch.zeros(2, len(lengths), dtype=torch.float64) for _ in range(2))
-    own.index_add_(1, places, flops.diagonal(dim1=1, dim2=2))
+    local, spans = (torch.zeros(2, len(lengths), dtype=torch.float64) for _ in range(2))
+    local.index_add_(1, places, flops.diagonal(dim1=1, dim2=2))
     spans.index_add_(1, places, flops.sum(2) - flops.diagonal(dim1=1, dim2=2))
-    return _Work(lengths, own, spans, torch.zeros_like(own), (keys, none), (none, keys.T))
+    return _Work(lengths, local, spans, torch.zeros_like(local), (keys, none), (none, keys.T))
 
 
 def _helped(layer: Layer, lengths: tuple[int, ...]) -> _Work:
     """Processes with little work compute queries of those with much, against their own keys."""
     flops, keys = _flops(layer, lengths), _sent_keys(layer, lengths, "contiguous")
     share = _shares(flops.sum(0))
-    given = flops * share
+    moved = flops * share
     count = len(lengths)
     # Of the queries of shard i those that share each level with some key of shard j, of all heads.
     seeing = torch.zeros(layer.layout.num_levels, count, count, dtype=torch.float64)
@@ -233,8 +233,8 @@ def _helped(layer: Layer, lengths: tuple[int, ...]) -> _Work:
     return _Work(
         lengths,
         flops.diagonal(dim1=1, dim2=2),
-        (flops - given).tril(-1).sum(2),
-        given.sum(1),
+        (flops - moved).tril(-1).sum(2),
+        moved.sum(1),
         (kept + queries, outputs + 2 * numbers),  # back: the gradient, the log-sum-exp, and rowsum(grad_out * out)
         (outputs.T + numbers.T, kept.T + queries.T),
     )
@@ -248,11 +248,11 @@ def _shares(flops: Tensor) -> Tensor:
     between them, until the work is even.
     """
     pair, load = flops.tolist(), flops.sum(1).tolist()
-    mean, given = sum(load) / len(load), [[0.0] * len(load) for _ in load]
+    mean, shares = sum(load) / len(load), [[0.0] * len(load) for _ in load]
 
     def move(i: int, j: int, wanted: float) -> None:
-        moved = max(-given[i][j], min(wanted, pair[i][j] - given[i][j]))
-        given[i][j] += moved
+        moved = max(-shares[i][j], min(wanted, pair[i][j] - shares[i][j]))
+        shares[i][j] += moved
         load[i] -= moved
         load[j] += moved
 
@@ -265,4 +265,4 @@ def _shares(flops: Tensor) -> Tensor:
         for i in range(len(load) - 1, 0, -1):
             for j in sorted(range(i), key=load.__getitem__):
                 move(i, j, (load[i] - load[j]) / 2)
-    return torch.where(flops > 0, torch.tensor(given, dtype=torch.float64) / flops, 0.0)
+    return torch.where(flops > 0, torch.tensor(shares, dtype=torch.float64) / flops, 0.0)

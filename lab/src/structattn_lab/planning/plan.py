@@ -118,17 +118,17 @@ class PlanRequest:
         Raises:
             ConfigError: there is no such size (the nearest is named), a number is missing, or as the class.
         """
-        given = {name: value for name, value in changes.items() if value is not None}
+        sizes = {name: value for name, value in changes.items() if value is not None}
         if model is not None:
             check_choice("model", model.lower(), SIZES)
-            given = SIZES[model.lower()]._asdict() | given
-        missing = [name for name in ("embed_dim", "num_layers", "num_heads") if name not in given]
+            sizes = SIZES[model.lower()]._asdict() | sizes
+        missing = [name for name in ("embed_dim", "num_layers", "num_heads") if name not in sizes]
         if missing:
             raise ConfigError(
                 f"expected a model ({', '.join(SIZES)}), or embed_dim, num_layers and num_heads: give "
                 f"{', '.join(missing)}"
             )
-        return cls(**given)
+        return cls(**sizes)
 
     def build(self) -> LanguageModel:
         """The model, on the meta device: no weights. Positions are rotary, so that no table grows with the
@@ -385,11 +385,11 @@ def suggest_layout(request: PlanRequest, states: States, kept: Activations) -> G
         )
 
     smallest = [layout(n, checkpointing, 1) for n in _powers(sequences) for checkpointing in (False, True)]
-    found = next((one for one in smallest if one.fits), None)
-    if found is None:
-        return min(smallest, key=lambda one: (one.bytes_per_gpu, not one.checkpointing))
-    larger = (layout(found.num_gpus, found.checkpointing, n) for n in _powers(sequences // found.num_gpus))
-    return max((one for one in larger if one.fits), key=lambda one: one.micro_batch)
+    fitting = next((option for option in smallest if option.fits), None)
+    if fitting is None:
+        return min(smallest, key=lambda option: (option.bytes_per_gpu, not option.checkpointing))
+    larger = (layout(fitting.num_gpus, fitting.checkpointing, n) for n in _powers(sequences // fitting.num_gpus))
+    return max((option for option in larger if option.fits), key=lambda option: option.micro_batch)
 
 
 def _powers(most: int) -> list[int]:

@@ -72,22 +72,22 @@ def sequence_traffic(
     attentions = [block.scored_attention for block in model.trunk.layers]
     if any(isinstance(attention.layout, GlobalWindowLayout) for attention in attentions):
         return None
-    found: dict[tuple[object, ...], tuple[int, int, int]] = {}
+    by_kind: dict[tuple[object, ...], tuple[int, int, int]] = {}
     kinds = []
     for attention in attentions:
         sizes = _Sizes.of(attention)
         kinds.append((sizes, attention.window))
-        if kinds[-1] not in found:
-            own, all_levels = (
+        if kinds[-1] not in by_kind:
+            with_levels, all_levels = (
                 _most_bytes(layout, num_positions, num_gpus, window, sizes, dtype)
                 for layout, window in (
                     (sizes.layout, attention.window),
                     (LevelLayout((sizes.score_dim,), (FAR,)), None),
                 )
             )
-            found[kinds[-1]] = own, all_levels, sizes.ulysses(num_positions, num_gpus) * dtype.itemsize
+            by_kind[kinds[-1]] = with_levels, all_levels, sizes.ulysses(num_positions, num_gpus) * dtype.itemsize
     most_gpus = min(sizes.num_heads for sizes, _ in kinds)
-    layers, ring, ulysses = zip(*(found[kind] for kind in kinds), strict=True)
+    layers, ring, ulysses = zip(*(by_kind[kind] for kind in kinds), strict=True)
     return SequenceTraffic(
         layers=layers, ring=ring, ulysses=ulysses if num_gpus <= most_gpus else None, most_gpus=most_gpus
     )
@@ -126,7 +126,7 @@ def _most_bytes(
     layout: LevelLayout, num_positions: int, num_gpus: int, window: int | None, sizes: _Sizes, dtype: torch.dtype
 ) -> int:
     """What the GPU with the most sends or gets in a forward pass."""
-    found = [
+    traffic = [
         layout.communication_bytes(
             num_positions,
             num_gpus,
@@ -138,5 +138,5 @@ def _most_bytes(
         )
         for heads in (sizes.key_heads, sizes.value_heads)
     ]
-    both = torch.tensor(found[0].keys) + torch.tensor(found[1].values)
+    both = torch.tensor(traffic[0].keys) + torch.tensor(traffic[1].values)
     return int(torch.maximum(both.sum(0), both.sum(1)).max())

@@ -114,4 +114,4 @@ def read_run(data: dict[str, Any], where: str) -> RunRecord:
 
 def without_state(progress: dict[str, Any]) -> dict[str, Any]:
     """The progress of a run from a checkpoint, without fields that only matter during the run."""
-    return {own.name: progress[own.name] for own in fields(Progress) if own.name in progress}
+    return {entry.name: progress[entry.name] for entry in fields(Progress) if entry.name in progress}

@@ -65,13 +65,15 @@ class Owner:
         """The command line in two words."""
         return f"structattn {self.command} {self.task}".strip()
 
-    def differences(self, before: dict[str, Any], *, free: bool = True) -> list[str]:
+    def differences(self, settings_before: dict[str, Any], *, free: bool = True) -> list[str]:
         """The differences between other settings and these, in words; with ``free=False`` including those
         that may differ.
 
         A setting that only one of them has is of another version of structattn and is ignored.
         """
-        old, now = (with_todays_specs(json.loads(json.dumps(settings))) for settings in (before, self.settings))
+        old, now = (
+            with_todays_specs(json.loads(json.dumps(settings))) for settings in (settings_before, self.settings)
+        )
         left_out = self.free if free else ()
         return [
             f"{name} = {was!r}, now {value!r}"
@@ -80,10 +82,10 @@ class Owner:
         ]
 
 
-def _differences(before: dict[str, Any], now: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any, Any]]:
+def _differences(settings: dict[str, Any], now: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Name, old and new value of each setting that differs."""
-    for key in (key for key in before if key in now):
-        old, new = before[key], now[key]
+    for key in (key for key in settings if key in now):
+        old, new = settings[key], now[key]
         if isinstance(old, dict) and isinstance(new, dict):
             yield from _differences(old, new, f"{path}{key}.")
         elif old != new and not (isinstance(old, str) and absolute(old) == new):  # 0.1.0 wrote paths as they were given
@@ -204,8 +206,8 @@ def _check_owner(folder: Path, owner: Owner, *, resume: bool | None) -> None:
     names = _names(folder)
     if not names:
         return
-    before = _read(folder)
-    if before is None:
+    content = _read(folder)
+    if content is None:
         settings = owner.recorded(folder)
         if settings is None:
             raise ConfigError(
@@ -213,10 +215,10 @@ def _check_owner(folder: Path, owner: Owner, *, resume: bool | None) -> None:
                 "--out a folder that is empty or new"
             )
     else:
-        if (before["command"], before["task"]) != (owner.command, owner.task):
-            other = f"structattn {before['command']} {before['task']}".strip()
+        if (content["command"], content["task"]) != (owner.command, owner.task):
+            other = f"structattn {content['command']} {content['task']}".strip()
             raise ConfigError(f"{folder} holds the results of {other}, this is {owner.name}: give another --out")
-        settings = before["settings"]
+        settings = content["settings"]
     if resume is None and (not owner.last or owner.last in names):
         raise ConfigError(f"{folder} already has results: give another --out")
     if resume is False:
@@ -256,21 +258,21 @@ def _last_folder(owner: Owner) -> Path:
     """The folder below ``runs/`` that was begun last with the same command, task and settings; raises
     ``ConfigError`` if there is none.
     """
-    found = []
+    folders = []
     for path in RUNS.glob(f"*/{OWNER}"):
         with contextlib.suppress(ConfigError, OSError):
-            before = _read(path.parent)
+            content = _read(path.parent)
             if (
-                before
-                and (before["command"], before["task"]) == (owner.command, owner.task)
-                and not owner.differences(before["settings"], free=False)
+                content
+                and (content["command"], content["task"]) == (owner.command, owner.task)
+                and not owner.differences(content["settings"], free=False)
             ):
-                found.append((path.stat().st_mtime_ns, path.parent))
-    if not found:
+                folders.append((path.stat().st_mtime_ns, path.parent))
+    if not folders:
         raise ConfigError(
             f"no folder below {RUNS}/ was begun by {owner.name} with these settings: give --out the folder to resume"
         )
-    latest = sorted(folder for time, folder in found if time == max(found)[0])
+    latest = sorted(folder for time, folder in folders if time == max(folders)[0])
     if len(latest) > 1:
         raise ConfigError(
             f"{_listing(list(map(str, latest)))} were begun at the same time with these settings: give --out the one "

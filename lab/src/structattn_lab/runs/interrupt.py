@@ -124,7 +124,7 @@ def handled(on_end: Callable[[int], None], at_once: Callable[[int], None] = stop
         yield
         return
     _asked, _follows, _handles, _at_once = 0, None, True, at_once
-    before: dict[int, Any] = {number: signal.getsignal(number) for number in GRACE_S}
+    handlers: dict[int, Any] = {number: signal.getsignal(number) for number in GRACE_S}
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
     wakeup = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
@@ -134,7 +134,7 @@ def handled(on_end: Callable[[int], None], at_once: Callable[[int], None] = stop
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         signal.set_wakeup_fd(wakeup)
         _asked, _handles, _at_once = 0, False, stop

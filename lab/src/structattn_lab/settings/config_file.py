@@ -82,10 +82,10 @@ class ConfigFile:
         """The name of the task: ``task``, or ``name`` in its section; ``None`` where the file does not
         say.
         """
-        found = self.values.get("task", self.values.get("task.name"))
-        if isinstance(found, tuple):
+        named = self.values.get("task", self.values.get("task.name"))
+        if isinstance(named, tuple):
             raise ConfigError(f"{self.path}: task: expected one name, got a list")
-        return found or None
+        return named or None
 
     def changes(self, *, without: Iterable[str]) -> list[Change]:
         """The settings, but for some names and that of the task."""
@@ -201,12 +201,12 @@ def _kind(node: Any) -> str:
 
 def _read_toml(path: Path, text: str) -> _Found:
     try:
-        found = tomllib.loads(text)
+        content = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: {error}") from None
     except RecursionError:
         raise ConfigError(f"{path}: expected settings, got too many brackets in each other") from None
-    yield from _toml_section(path, found, "")
+    yield from _toml_section(path, content, "")
 
 
 def _toml_section(path: Path, section: Mapping[str, Any], prefix: str) -> _Found:
@@ -224,7 +224,7 @@ def _toml_section(path: Path, section: Mapping[str, Any], prefix: str) -> _Found
 
 def settings_of(**sections: Any) -> dict[str, Any]:
     """The settings of dataclasses by name in full, each after the name of its section."""
-    return {name: value for key, found in sections.items() for name, _, value in fields_of(found, f"{key}.")}
+    return {name: value for key, section in sections.items() for name, _, value in fields_of(section, f"{key}.")}
 
 
 def write_config(folder: Path, command: str, values: Mapping[str, Any]) -> None:

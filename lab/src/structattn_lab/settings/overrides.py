@@ -92,13 +92,13 @@ def _changed(config: T, changes: list[tuple[list[str], Change]]) -> T:
             if inside:
                 raise ConfigError(f"unknown setting {name!r}: did you mean {' or '.join(map(repr, inside))}?")
             short = [
-                known
-                for known, full in _SHORT.items()
-                if known.startswith(section) and full.rpartition(".")[2] in hints
+                short_name
+                for short_name, full in _SHORT.items()
+                if short_name.startswith(section) and full.rpartition(".")[2] in hints
             ]
             raise ConfigError(
                 f"unknown setting {name!r}: "
-                f"{nearest_name(section + head, [*(section + known for known in hints), *short])}"
+                f"{nearest_name(section + head, [*(section + option for option in hints), *short])}"
             )
         current = getattr(config, head)
         if dataclasses.is_dataclass(current):
@@ -121,8 +121,8 @@ def _changed(config: T, changes: list[tuple[list[str], Change]]) -> T:
 
 def _sections_with(config: Any, name: str) -> list[str]:
     """The settings of this name in the sections of a dataclass, in full."""
-    known = [full for full, _, _ in fields_of(config)] + list(_SHORT)
-    return [full for full in known if full.endswith(f".{name}")]
+    names = [full for full, _, _ in fields_of(config)] + list(_SHORT)
+    return [full for full in names if full.endswith(f".{name}")]
 
 
 def convert(text: Value, kind: Any, name: str) -> Any:
@@ -192,30 +192,30 @@ def meanings(config: Any, prefix: str = "") -> dict[str, str]:
     """What every setting below a dataclass is, in a few words: the beginning of its entry in the docstring of
     the class.
     """
-    found: dict[str, str] = {}
+    words: dict[str, str] = {}
     entries = _argument_entries(type(config))
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
-            found |= meanings(value, f"{prefix}{field.name}.")
+            words |= meanings(value, f"{prefix}{field.name}.")
         else:
-            found[f"{prefix}{field.name}"] = _few_words(entries.get(field.name, ""))
-    return found
+            words[f"{prefix}{field.name}"] = _few_words(entries.get(field.name, ""))
+    return words
 
 
 def _argument_entries(kind: type) -> dict[str, str]:
     """The text of every argument in the section ``Args`` of a docstring; one entry may describe several."""
     lines = (inspect.getdoc(kind) or "").partition("\nArgs:\n")[2].splitlines()
     section = itertools.takewhile(lambda line: line.startswith(" "), lines)
-    found: dict[str, str] = {}
+    entries: dict[str, str] = {}
     names: list[str] = []
     for line in section:
         if not line.startswith(" " * 8):  # a new entry
-            before, _, line = line.partition(":")
-            names = before.replace(" ", "").split(",")
+            head, _, line = line.partition(":")
+            names = head.replace(" ", "").split(",")
         for name in names:
-            found[name] = f"{found.get(name, '')} {line.strip()}".strip()
-    return found
+            entries[name] = f"{entries.get(name, '')} {line.strip()}".strip()
+    return entries
 
 
 def _few_words(text: str) -> str:

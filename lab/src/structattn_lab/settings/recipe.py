@@ -38,7 +38,7 @@ class Variation:
         """
         name, named, settings = text.partition(": ")
         written = (settings if named else text).split()
-        return cls(name=name, changes={one: Change.parse(one) for one in written})
+        return cls(name=name, changes={change: Change.parse(change) for change in written})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -164,14 +164,14 @@ class Journal:
 
     def trials(self) -> tuple[Trial, ...]:
         """Every trial, in the order in which they were begun."""
-        found = [self._read(path) for path in self.folder.glob("runs/trial-*/trial.json")]
-        return tuple(sorted(found, key=lambda trial: trial.number))
+        trials_read = [self._read(path) for path in self.folder.glob("runs/trial-*/trial.json")]
+        return tuple(sorted(trials_read, key=lambda trial: trial.number))
 
     def begin(self, number: int, params: Values) -> Trial:
         """Starts a trial, or continues it with its record; returns its record."""
         path = self._path(number)
-        known = self._read(path) if path.exists() else Trial(number=number, params=params)
-        trial = replace(known, status="running", message="")
+        begun = self._read(path) if path.exists() else Trial(number=number, params=params)
+        trial = replace(begun, status="running", message="")
         write_atomic(path, to_json(trial))
         return trial
 

@@ -58,21 +58,21 @@ def parse_parameters(
     """
     if not texts:
         raise ConfigError(f"nothing to sweep: give at least one parameter, as NAME={_FORMS}")
-    known = {ATTENTION: str} | {name: hint for name, hint, _ in fields_of(settings)}
-    parameters = tuple(_parse(text, known, check_spec) for text in texts)
+    hints = {ATTENTION: str} | {name: hint for name, hint, _ in fields_of(settings)}
+    parameters = tuple(_parse(text, hints, check_spec) for text in texts)
     names = [parameter.name for parameter in parameters]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"{twice[0]} is swept twice: parameters must be unique")
     return parameters
 
 
-def _parse(text: str, known: dict[str, Any], check_spec: CheckSpec) -> Parameter:
+def _parse(text: str, hints: dict[str, Any], check_spec: CheckSpec) -> Parameter:
     with reading("parameter", text, f"Written NAME={_FORMS}"):
         setting = Change.parse(text)
         name, (kind, _, body) = setting.name, str(setting.text).partition(":")
-        if name not in known:
-            raise ConfigError(f"unknown setting {quoted(name)}: {nearest_name(name, known)}")
-        hint = _without_none(known[name])
+        if name not in hints:
+            raise ConfigError(f"unknown setting {quoted(name)}: {nearest_name(name, hints)}")
+        hint = _without_none(hints[name])
         if one_of("kind", _KINDS)(kind) == "choice":
             return Parameter(name=name, choices=_choices(name, hint, body, check_spec))
         if hint not in (int, float):

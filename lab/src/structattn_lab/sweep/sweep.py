@@ -73,9 +73,9 @@ def sweep(
     identity["settings"] |= task.identity(identity["settings"]["task"])
     free = tuple(f"settings.training.{name}" for name in WITHOUT_EFFECT)
     owner = Owner(command="sweep", task=plan.task_name, settings=identity, free=free, recorded=sweep_record)
-    out, found = finished_in(out, owner, resume=resume, read=lambda folder: _finished(folder, plan))
-    if found is not None:
-        return _checked(found)
+    out, finished = finished_in(out, owner, resume=resume, read=lambda folder: _finished(folder, plan))
+    if finished is not None:
+        return _checked(finished)
     if all(parameter.name.startswith("training.") for parameter in plan.parameters):
         # All trials train this model: if it does not fit, none would run.
         empty_model(task, plan.attention, plan.settings.training.parametrization)
@@ -92,13 +92,13 @@ def sweep(
 def _finished(folder: Path, plan: SweepPlan) -> Results[SweepRecord] | None:
     """The results of a finished sweep, else ``None``."""
     try:
-        found = Results(record=read_file(SweepRecord, folder / RESULTS), folder=folder)
+        results = Results(record=read_file(SweepRecord, folder / RESULTS), folder=folder)
         trials = Journal(folder).trials()
     except CheckpointError:
         return None
     is_done = len(trials) >= plan.trials and all(trial.status in OVER for trial in trials)
-    is_written = found.record.trials == trials and found.report.is_file()
-    return found if is_done and is_written else None
+    is_written = results.record.trials == trials and results.report.is_file()
+    return results if is_done and is_written else None
 
 
 def _checked(results: Results[SweepRecord]) -> Results[SweepRecord]:

@@ -61,7 +61,7 @@ class _Trial:
         number: of the sweep.
         proposal: its Optuna trial.
         seen: the step of its last score before an interruption.
-        started, before: start time in this process, and the seconds before an interruption.
+        started, seconds_before: start time in this process, and the seconds before an interruption.
         score: the last one.
         stopped: whether it was asked to stop.
     """
@@ -70,7 +70,7 @@ class _Trial:
     proposal: Any
     seen: int
     started: float
-    before: float
+    seconds_before: float
     score: float = math.inf
     stopped: bool = False
 
@@ -127,13 +127,13 @@ class _Trials(Listener):
 
     def _begin(self, number: int, proposal: Any) -> Iterator[Job]:
         """The job of a trial, unless its values do not fit together."""
-        before = self._journal.begin(number, proposal.params)
+        begun = self._journal.begin(number, proposal.params)
         trial = _Trial(
             number=number,
             proposal=proposal,
-            seen=max((step for step, _ in before.history), default=0),
+            seen=max((step for step, _ in begun.history), default=0),
             started=time.perf_counter(),
-            before=before.seconds,
+            seconds_before=begun.seconds,
         )
         try:
             job = self._plan.job(self._journal.run_folder(number), proposal.params)
@@ -150,9 +150,11 @@ class _Trials(Listener):
         if not trial.seen < step < job.training.steps:
             return True
         trial.score = entry[f"validation_{job.made_task.metric}"]
-        found = trial.score if math.isfinite(trial.score) else None
-        self._journal.update(trial.number, score=found, step=step, seconds=self._seconds(trial), entry=(step, found))
-        trial.stopped = self._halving is not None and self._halving.stops(trial.number, step, _or_worst(found))
+        finite_score = trial.score if math.isfinite(trial.score) else None
+        self._journal.update(
+            trial.number, score=finite_score, step=step, seconds=self._seconds(trial), entry=(step, finite_score)
+        )
+        trial.stopped = self._halving is not None and self._halving.stops(trial.number, step, _or_worst(finite_score))
         return not trial.stopped
 
     def ended(self, job: Job, error: Exception | None) -> None:
@@ -178,21 +180,21 @@ class _Trials(Listener):
 
     def _end(self, trial: _Trial, status: Status, score: float = math.nan, **more: Any) -> None:
         """Records the end of a trial; one that finished without a score diverged."""
-        found = score if math.isfinite(score) else None
-        if found is None and status in ("finished", "stopped"):
+        finite_score = score if math.isfinite(score) else None
+        if finite_score is None and status in ("finished", "stopped"):
             status, more["message"] = "diverged", NOT_FINITE
-        self._journal.update(trial.number, status=status, score=found, seconds=self._seconds(trial), **more)
+        self._journal.update(trial.number, status=status, score=finite_score, seconds=self._seconds(trial), **more)
         if status == "crashed":
             self._study.tell(trial.proposal, state=optuna.trial.TrialState.FAIL)
         else:
-            self._study.tell(trial.proposal, _or_worst(found))
+            self._study.tell(trial.proposal, _or_worst(finite_score))
         if status == "finished":
             self._best = min(self._best, score)
             self._bar.set_postfix(best=f"{self._best:.5g}", refresh=False)
         self._bar.update()
 
     def _seconds(self, trial: _Trial) -> float:
-        return trial.before + time.perf_counter() - trial.started
+        return trial.seconds_before + time.perf_counter() - trial.started
 
 
 def _or_worst(score: float | None) -> float:

@@ -116,7 +116,7 @@ class Task(ABC):
             ConfigError: it does not.
         """
         specs = LayerSpecs.parse(spec)
-        if not cls.reads_text and any(isinstance(one.layout, TextLayout) for one in specs.pattern):
+        if not cls.reads_text and any(isinstance(layer_spec.layout, TextLayout) for layer_spec in specs.pattern):
             raise ConfigError(
                 f"{quoted(spec)} has text units as levels, and {cls.name} has no text: use it with the task text"
             )
@@ -144,20 +144,20 @@ class Task(ABC):
     @classmethod
     def with_data_path(cls, config: dict[str, Any], path: str | None) -> dict[str, Any]:
         """The same settings, as plain data, with the data at another place."""
-        found = copy.deepcopy(config)
-        section, name = cls._data_setting(found)
+        changed = copy.deepcopy(config)
+        section, name = cls._data_setting(changed)
         if name:
             section[name] = path
-        return found
+        return changed
 
     def identity(self, config: dict[str, Any]) -> dict[str, Any]:
         """What an output folder records of the task: its settings, as plain data, and its data by their
         digest, wherever they are.
         """
-        found = copy.deepcopy(config)
-        section, name = self._data_setting(found)
+        settings = copy.deepcopy(config)
+        section, name = self._data_setting(settings)
         section.pop(name, None)
-        return {"task": found, "content of the data": self.data_sha256[:12]}
+        return {"task": settings, "content of the data": self.data_sha256[:12]}
 
     @classmethod
     def describe_spec(cls, spec: str) -> str:

@@ -32,5 +32,5 @@ def by_octave(values: Tensor, positions: Tensor, length: int, weights: Tensor | 
         return zeros.index_add(0, octave, of.flatten().double())
 
     counts = sums(torch.ones_like(values))
-    found = sums(values) / (1 if weights is None else sums(weights))
-    return [float(v) if n else None for v, n in zip(found, counts, strict=True)]
+    means = sums(values) / (1 if weights is None else sums(weights))
+    return [float(v) if n else None for v, n in zip(means, counts, strict=True)]

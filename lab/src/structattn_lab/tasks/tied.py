@@ -19,11 +19,11 @@ def without_copies(module: nn.Module) -> None:
 def _copies(module: nn.Module) -> dict[str, str]:
     """Each further name of a parameter, and its first name."""
     first: dict[Tensor, str] = {}
-    found = {}
+    copies = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if first.setdefault(parameter, name) != name:
-            found[name] = first[parameter]
-    return found
+            copies[name] = first[parameter]
+    return copies
 
 
 def _drop_copies(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:

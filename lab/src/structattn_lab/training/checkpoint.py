@@ -112,9 +112,9 @@ def _newest_first(root: Path) -> list[Path]:
     """The checkpoints, also damaged ones; after that of a step the one with a temporary name, which a kill
     left there.
     """
-    found = [*root.glob(f"{_PREFIX}*"), *root.glob(f"{TEMPORARY}*")] if root.is_dir() else []
-    steps = {folder: _step(folder) for folder in found}
-    return sorted((folder for folder in found if steps[folder] >= 0), key=steps.__getitem__, reverse=True)
+    folders = [*root.glob(f"{_PREFIX}*"), *root.glob(f"{TEMPORARY}*")] if root.is_dir() else []
+    steps = {folder: _step(folder) for folder in folders}
+    return sorted((folder for folder in folders if steps[folder] >= 0), key=steps.__getitem__, reverse=True)
 
 
 def has_checkpoints(root: Path) -> bool:
@@ -139,13 +139,13 @@ def load_latest(root: Path) -> Checkpoint | None:
     damage = None
     for path in _newest_first(root):
         try:
-            found = load_checkpoint(path)
+            checkpoint = load_checkpoint(path)
         except CheckpointError as error:
             damage = damage or error
             continue
         if damage is not None:
             logger.warning("%s. Continuing from the checkpoint before it, %s", damage, path)
-        return found
+        return checkpoint
     if damage is not None:
         raise CheckpointError(f"{damage}. There is no other checkpoint: delete {root} to begin again") from damage
     return None

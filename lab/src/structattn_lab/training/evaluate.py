@@ -50,19 +50,19 @@ def load_run(folder: Path, data_path: Path | None = None) -> TrainedModel:
         DataError: the training data are missing or have changed.
         ConfigError: ``data_path`` is given for a task without user data.
     """
-    found = read_finished(folder)
-    record = found.record
+    run = read_finished(folder)
+    record = run.record
     with reading_run(folder):
         kind = task_class(record.task)
         config = record.task_config
-        before = kind.data_path(config)
+        old_path = kind.data_path(config)
     if data_path is not None:
-        if before is None:
+        if old_path is None:
             raise ConfigError(f"the run in {folder} was trained on data of the package: leave --data out")
         config = kind.with_data_path(config, str(data_path))
-    elif before is not None and not is_there(before):
+    elif old_path is not None and not is_there(old_path):
         raise DataError(
-            f"the run in {folder} was trained on {before}, which is not there: put it back, or give its new location "
+            f"the run in {folder} was trained on {old_path}, which is not there: put it back, or give its new location "
             "with --data"
         )
     with reading_run(folder):
@@ -72,7 +72,7 @@ def load_run(folder: Path, data_path: Path | None = None) -> TrainedModel:
                 f"the data have changed since the run in {folder} was trained, so that a score would be meaningless: "
                 "restore them, or give their new location with --data"
             )
-        model = trained_model(folder, found, task.build_model)
+        model = trained_model(folder, run, task.build_model)
         return TrainedModel(task=task, spec=record.spec, seed=record.seed, model=model)
 
 
@@ -84,10 +84,10 @@ def load_language_model(folder: Path) -> LanguageModel:
         CheckpointError: as ``load_run``.
         ConfigError: the run is of a task whose models generate no text.
     """
-    found = read_finished(folder)
-    model = _text_model(folder, found.record)
+    run = read_finished(folder)
+    model = _text_model(folder, run.record)
     with reading_run(folder):
-        return trained_model(folder, found, model.build)
+        return trained_model(folder, run, model.build)
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -101,12 +101,12 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 def _text_model(folder: Path, record: RunRecord) -> TextModel:
     with reading_run(folder):
-        found = task_class(record.task).text_model(record.task_config, record.record)
-    if found is None:
+        model = task_class(record.task).text_model(record.task_config, record.record)
+    if model is None:
         raise ConfigError(
             f"{folder} is a run of {record.task}, which is not a language model: train one with 'structattn train text'"
         )
-    return found
+    return model
 
 
 @contextmanager
@@ -124,14 +124,14 @@ def reading_run(folder: Path) -> Iterator[None]:
         raise CheckpointError(f"the run in {folder} is damaged: {error}; train it again") from error
 
 
-def trained_model(folder: Path, found: FinishedRun, build: Callable[[str], M]) -> M:
+def trained_model(folder: Path, run: FinishedRun, build: Callable[[str], M]) -> M:
     """The model of a run with its weights, in eval mode.
 
     Raises:
         CheckpointError: its weights are not those of this model; a model that is too large takes no memory
             before.
     """
-    record, most = found.record, sum(weight.numel() for weight in found.weights.values())
+    record, most = run.record, sum(weight.numel() for weight in run.weights.values())
     sizes = {name: size for name in _SIZES if isinstance(size := record.task_config.get(name), int)}
     too_large = {name: size for name, size in sizes.items() if size > most}
     if not too_large and sizes.get("num_layers", 1) * sizes.get("embed_dim", 1) > most:
@@ -151,5 +151,5 @@ def trained_model(folder: Path, found: FinishedRun, build: Callable[[str], M]) -
             f"{most:,}; train it again"
         )
     model = build(spec)
-    model.load_state_dict(found.weights, strict=True)
+    model.load_state_dict(run.weights, strict=True)
     return model.eval()

@@ -17,7 +17,7 @@ from structattn_lab.tasks.base import Task
 
 def identity_of(task: Task, spec: str, config: TrainingConfig, seed: int) -> dict[str, Any]:
     """The identity of a run, as plain data."""
-    found = {
+    identity = {
         "task": task.name,
         "data": task.data_sha256,
         "spec": todays_spec(spec),
@@ -25,7 +25,7 @@ def identity_of(task: Task, spec: str, config: TrainingConfig, seed: int) -> dic
         "config": _lasting(dataclasses.asdict(config)),
         "task_config": dataclasses.asdict(task.config),
     }
-    return dict(json.loads(json.dumps(found)))
+    return dict(json.loads(json.dumps(identity)))
 
 
 def check_identity(saved: dict[str, Any], wanted: dict[str, Any], task: Task, folder: Path) -> None:
@@ -47,20 +47,20 @@ def check_identity(saved: dict[str, Any], wanted: dict[str, Any], task: Task, fo
         raise CheckpointError(
             f"the data have changed since the run in {folder} was started: restore them, or use another folder"
         )
-    found: dict[str, Any] = {name: saved.get(name) for name in wanted} | {"config": config, "data": data}
+    identity: dict[str, Any] = {name: saved.get(name) for name in wanted} | {"config": config, "data": data}
     place = task.data_path(wanted["task_config"])
     if saved.get("data") and place is not None:  # the same data may have been moved
-        found["task_config"] = task.with_data_path(found["task_config"], place)
-    _check_settings(found, wanted, str(folder))
+        identity["task_config"] = task.with_data_path(identity["task_config"], place)
+    _check_settings(identity, wanted, str(folder))
 
 
 def _default_settings() -> dict[str, Any]:
-    found = {
+    defaults = {
         field.name: field.default
         for field in dataclasses.fields(TrainingConfig)
         if field.default is not dataclasses.MISSING
     }
-    return _lasting(json.loads(json.dumps(found)))
+    return _lasting(json.loads(json.dumps(defaults)))
 
 
 def _lasting(config: dict[str, Any]) -> dict[str, Any]:

@@ -112,14 +112,14 @@ def train(
                 if run.state.finished:
                     # the run was killed between its last checkpoint and its model files, or they are damaged
                     run.write_result()
-        before = finished or run.state.progress()
-        for entry in before.history:
+        progress_so_far = finished or run.state.progress()
+        for entry in progress_so_far.history:
             tell_evaluation(entry)
         if finished is None and not run.state.finished:
             with interrupt.at_steps():
                 _loop(run, show_progress, tell, tell_evaluation)
         else:
-            tell(before.step)
+            tell(progress_so_far.step)
         progress = finished or run.state.progress()
         tell(config.steps - progress.step)
     return TrainingResult(model=run.model.eval(), progress=progress, evaluate=run.evaluate)
@@ -200,7 +200,7 @@ def _loop(
     curves = run.curves()
     meter = _speed_meter(run)
     reset_peak_memory()
-    before, started = state.seconds, time.perf_counter()
+    seconds_before, started = state.seconds, time.perf_counter()
     bar = progress_bar(total=config.steps, initial=state.step, desc=run.spec, unit="step", show=show_progress and main)
     is_single = run.accelerator.num_processes == 1
     between = 1 if not is_single and run.accelerator.device.type == "cpu" else _STEPS_BETWEEN_WAITS
@@ -237,7 +237,7 @@ def _loop(
                 _record_speed(run, meter, curves)
                 stop = _validate(run, curves)
                 on_evaluation(state.history[-1])
-            state.seconds = before + time.perf_counter() - started
+            state.seconds = seconds_before + time.perf_counter() - started
             if saves and not stop:
                 run.save()
                 if asked:

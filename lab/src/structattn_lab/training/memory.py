@@ -27,8 +27,8 @@ def peak_memory_bytes() -> int:
         return int(torch.cuda.max_memory_allocated())
     status = Path("/proc/self/status")
     if status.exists():
-        found = re.search(r"^VmHWM:\s*(\d+) kB", status.read_text(), flags=re.MULTILINE)
-        if found:
-            return int(found.group(1)) * 1024
+        match = re.search(r"^VmHWM:\s*(\d+) kB", status.read_text(), flags=re.MULTILINE)
+        if match:
+            return int(match.group(1)) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -39,10 +39,10 @@ def end_with_parent() -> None:
     next call. Ending at any moment is safe, since files are written under temporary names.
     """
     parent = multiprocessing.parent_process()
-    before = os.getppid()
+    parent_id = os.getppid()
     if platform.system() == "Linux":
         ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
-        if parent is not None and before != parent.pid:
+        if parent is not None and parent_id != parent.pid:
             os._exit(1)
         return
 
@@ -50,7 +50,7 @@ def end_with_parent() -> None:
         if parent is not None:
             parent.join()
         else:
-            while os.getppid() == before:
+            while os.getppid() == parent_id:
                 time.sleep(1)
         os._exit(1)
 
@@ -90,9 +90,9 @@ def named_loss(index: int, count: int) -> Iterator[None]:
         yield
     except RuntimeError as error:
         # Of a loss within attention, the reason is what the collective said.
-        found = (error.__cause__ or error) if isinstance(error, CommunicationError) else error
-        if count > 1 and (found is not error or isinstance(error, torch.distributed.DistError) or "gloo" in str(error)):
-            reason = str(found).strip().splitlines()[0]
+        cause = (error.__cause__ or error) if isinstance(error, CommunicationError) else error
+        if count > 1 and (cause is not error or isinstance(error, torch.distributed.DistError) or "gloo" in str(error)):
+            reason = str(cause).strip().splitlines()[0]
             raise TrainingFailedError(
                 f"process {index} of {count} (counted from 0) lost the others, of which one has ended or no longer "
                 f"answers: --resume continues from the last checkpoint ({reason})"
@@ -147,9 +147,9 @@ class _Watch:
             for beat in itertools.count(1):
                 store.set(f"beat-{self.index}", str(beat))
                 for other, last in beats.items():
-                    found = store.get(f"beat-{other}") if store.check([f"beat-{other}"]) else b""
-                    if found != last or store.check([f"left-{other}"]):
-                        beats[other], self.seen[other] = found, time.monotonic()
+                    last_beat = store.get(f"beat-{other}") if store.check([f"beat-{other}"]) else b""
+                    if last_beat != last or store.check([f"left-{other}"]):
+                        beats[other], self.seen[other] = last_beat, time.monotonic()
                 self.answered = time.monotonic()
                 if self.left.wait(self.interval):
                     store.set(f"left-{self.index}", "")
@@ -161,10 +161,10 @@ class _Watch:
             self.left.set()
 
     def _look(self) -> None:
-        before = time.monotonic()
+        last_look = time.monotonic()
         while not self.left.wait(self.interval):
             now = time.monotonic()
-            if now - before > self.seconds / 2:  # this process was stopped itself, and has no news of the others
+            if now - last_look > self.seconds / 2:  # this process was stopped itself, and has no news of the others
                 self.answered = now
                 self.seen.update(dict.fromkeys(self.seen, now))
             silent = [other for other, last in self.seen.items() if now - last > self.seconds]
@@ -172,7 +172,7 @@ class _Watch:
                 silent = [0]  # which has the store, where no launcher has it
             if silent:
                 self._end(silent)
-            before = now
+            last_look = now
 
     def _end(self, silent: list[int]) -> None:
         names = ", ".join(map(str, silent))

@@ -221,27 +221,27 @@ class TrainingRun:
         if not is_finished(self.run_dir):
             return None
         try:
-            found = read_finished(self.run_dir)
+            finished = read_finished(self.run_dir)
         except CheckpointError as error:
             if not has_checkpoints(self.checkpoints):
                 raise
             logger.warning("%s. The run is finished again from its last checkpoint", error)
             return None
-        progress = progress_of(found.record, self.run_dir)
+        progress = progress_of(finished.record, self.run_dir)
         if progress is None:
             return None
-        check_identity(asdict(found.record), self.identity, self.task, self.run_dir)
+        check_identity(asdict(finished.record), self.identity, self.task, self.run_dir)
         self.prepare_evaluation()
-        self.load(found.weights)
+        self.load(finished.weights)
         return progress
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Restores a checkpoint; raises ``CheckpointError`` if it belongs to other settings."""
         check_identity(checkpoint.state.get("settings", {}), self.identity, self.task, self.run_dir)
         self.load(checkpoint.tensors["model"])
-        own = self.model.state_dict()
+        current = self.model.state_dict()
         self.best = {
-            name: sharding.copied(sharding.divided_like(value, own[name]))
+            name: sharding.copied(sharding.divided_like(value, current[name]))
             for name, value in checkpoint.tensors["best"].items()
         }
         saved = checkpoint.tensors["optimizer"]
@@ -255,9 +255,10 @@ class TrainingRun:
 
     def load(self, weights: dict[str, Tensor]) -> None:
         """Puts whole weights into the model, sharded or not."""
-        own = self.model.state_dict()
+        state = self.model.state_dict()
         divided = {
-            name: sharding.divided_like(value, own[name]) if name in own else value for name, value in weights.items()
+            name: sharding.divided_like(value, state[name]) if name in state else value
+            for name, value in weights.items()
         }
         try:
             self.model.load_state_dict(divided, strict=True)

@@ -93,14 +93,14 @@ def whole(tensors: dict[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
 
     Cost: memory of the device for one whole tensor at a time.
     """
-    found = {}
+    whole_tensors = {}
     for name, tensor in tensors.items():
         value = tensor.detach()
         if isinstance(value, DTensor):
             value = value.full_tensor()
         if keep:
-            found[name] = value.cpu().contiguous()
-    return found
+            whole_tensors[name] = value.cpu().contiguous()
+    return whole_tensors
 
 
 def divided_like(tensor: Tensor, model: Tensor) -> Tensor:

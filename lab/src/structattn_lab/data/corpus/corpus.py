@@ -158,9 +158,9 @@ class Corpus:
         if Path(name).name != name:
             raise ValueError(f"a file outside of the folder, {name!r}")
         path = self.folder / name
-        found = path.stat().st_size if path.is_file() else None
-        if found != size:
-            got = "no such file" if found is None else f"{found:,} bytes"
+        actual_size = path.stat().st_size if path.is_file() else None
+        if actual_size != size:
+            got = "no such file" if actual_size is None else f"{actual_size:,} bytes"
             raise DataError(f"{path}: expected {size:,} bytes, got {got}. {_HINT}")
         return path
 
@@ -182,8 +182,8 @@ class Corpus:
             for shard in split["shards"]:
                 for kind in ("file", "lengths_file"):
                     path = self.folder / shard[kind]
-                    found = path.stat()
-                    if _digest(path.absolute(), found.st_size, found.st_mtime_ns) != shard[f"{kind}_sha256"]:
+                    status = path.stat()
+                    if _digest(path.absolute(), status.st_size, status.st_mtime_ns) != shard[f"{kind}_sha256"]:
                         raise DataError(f"{path}: the contents have changed since it was written. {_HINT}")
 
 

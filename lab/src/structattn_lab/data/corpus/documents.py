@@ -73,13 +73,13 @@ class Source:
         """
         root, there = Path(self.path), is_there(self.path)
         if there and root.is_dir():
-            found = _texts_in(root)
-            first = next(found, None)
+            paths = _texts_in(root)
+            first = next(paths, None)
             if first is None:
                 raise DataError(
                     f"{self.path}: expected files with one of {', '.join((*_TEXTS, *_LINES, _PARQUET))}, got none"
                 )
-            return chain([first], found)
+            return chain([first], paths)
         if there:
             check_regular(root.stat(), self.path, "a text file")
             return iter([str(root)])
@@ -131,7 +131,7 @@ def _texts_in(root: Path) -> Iterator[str]:
         try:
             with os.scandir(path) as entries:
                 shown = ((entry, entry.is_dir(follow_symlinks=False)) for entry in entries if entry.name[0] != ".")
-                found = [
+                inside = [
                     (entry.path, is_inner)
                     for entry, is_inner in shown
                     if is_inner or (entry.name.lower().endswith(_READ) and entry.is_file())
@@ -140,7 +140,7 @@ def _texts_in(root: Path) -> Iterator[str]:
             raise ReadingStoppedError(
                 f"the folder {path} cannot be read: {error.strerror or error}. Check its permissions"
             ) from error
-        left += sorted(found, reverse=True)
+        left += sorted(inside, reverse=True)
 
 
 def _cut(file: IO[str], path: str, start: str) -> Iterator[Document]:

@@ -232,11 +232,11 @@ def _fingerprint(source: Source) -> tuple[str | None, int | None]:
     digest, size, compressed = hashlib.sha256(), 0, False
     for path in files:
         try:
-            found = os.stat(path).st_size  # noqa: PTH116 - a Path takes as long as the call
+            file_size = os.stat(path).st_size  # noqa: PTH116 - a Path takes as long as the call
         except OSError as error:
             raise ReadingStoppedError(f"{path} cannot be read: {error.strerror or error}") from error
-        digest.update(f"{path}\0{found}\n".encode(errors="surrogateescape"))
-        size += found
+        digest.update(f"{path}\0{file_size}\n".encode(errors="surrogateescape"))
+        size += file_size
         compressed = compressed or path.lower().endswith(".gz")
     return digest.hexdigest(), None if compressed else size
 
@@ -275,12 +275,12 @@ def _training_texts(config: PrepareConfig) -> Iterator[str]:
 
 def _few_different(source: Source) -> int | None:
     """The number of different texts, ``None`` if there are many."""
-    found: set[bytes] = set()
+    digests: set[bytes] = set()
     for document in source.documents():
-        found.add(hashlib.sha256(document.text.encode("utf-8", errors="surrogatepass")).digest())
-        if len(found) > _FEW:
+        digests.add(hashlib.sha256(document.text.encode("utf-8", errors="surrogatepass")).digest())
+        if len(digests) > _FEW:
             return None
-    return len(found)
+    return len(digests)
 
 
 def _check_splits(manifest: dict[str, Any], config: PrepareConfig) -> None:

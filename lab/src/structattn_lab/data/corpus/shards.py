@@ -65,14 +65,14 @@ class ShardWriter:
     ) -> None:
         self.out, self.vocab_size = out, tokenizer.vocab_size
         self.dtype = np.dtype("<u1" if self.vocab_size <= 2**8 else "<u2" if self.vocab_size <= 2**16 else "<u4")
-        before = progress or {"documents": 0, "characters": 0, "splits": {name: [] for name in SPLITS}}
+        written = progress or {"documents": 0, "characters": 0, "splits": {name: [] for name in SPLITS}}
         self._record: dict[str, Any] = {
             "settings": settings,
             "files": files,
             "tokenizer": tokenizer.description(),
-            "documents": int(before["documents"]),
-            "characters": int(before["characters"]),
-            "splits": {name: before["splits"][name] for name in SPLITS},
+            "documents": int(written["documents"]),
+            "characters": int(written["characters"]),
+            "splits": {name: written["splits"][name] for name in SPLITS},
         }
         # Each buffer adds its shards to the list in the record.
         self._buffers = {name: _Buffer(self.dtype, shards) for name, shards in self._record["splits"].items()}

@@ -204,13 +204,13 @@ class ModelTokens(BytePairs):
             ConfigError: there is no such model.
             DataError: there is none.
         """
-        found = model_tokenizer(model)
-        if not found.is_fast:
+        tokenizer = model_tokenizer(model)
+        if not tokenizer.is_fast:
             raise DataError(
-                f"{model}: expected a tokenizer with a tokenizer.json, got a {type(found).__name__} without: save it "
-                "as a fast one"
+                f"{model}: expected a tokenizer with a tokenizer.json, got a {type(tokenizer).__name__} without: save "
+                "it as a fast one"
             )
-        return cls(found.backend_tokenizer.to_str())
+        return cls(tokenizer.backend_tokenizer.to_str())
 
     def encode(self, text: str, source: str = "the text") -> Ids:
         Bytes().encode(text, source)
@@ -237,15 +237,15 @@ def model_tokenizer(model: str) -> Any:
             f"the tokens of a model need transformers, which is not installed; {install_command('hf')}"
         ) from error
     try:
-        found = AutoTokenizer.from_pretrained(source)
-        known = set(found.encode("Some text", add_special_tokens=False)) - set(found.all_special_ids)
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        tokens = set(tokenizer.encode("Some text", add_special_tokens=False)) - set(tokenizer.all_special_ids)
     except Exception as error:  # transformers raises many kinds
         raise DataError(f"expected a model with a tokenizer at {model}, got: {shortened(str(error))}") from error
-    if not known:
+    if not tokens:
         raise DataError(
             f"expected a model with a tokenizer at {model}, got one that knows no text: save its files there"
         )
-    return found
+    return tokenizer
 
 
 def _library() -> Any:

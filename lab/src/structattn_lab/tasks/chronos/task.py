@@ -222,8 +222,8 @@ class ChronosTask(Task):
 
     def tokens(self, model: nn.Module, step: int | None = None) -> int:
         """Tokens of the context and of the labels."""
-        own = cast(ChronosForecaster, model)
-        return own.num_inputs + own.num_outputs
+        forecaster = cast(ChronosForecaster, model)
+        return forecaster.num_inputs + forecaster.num_outputs
 
     def _held_out(self, split: Split) -> dict[str, Tensor]:
         """Windows whose tokens are scored: synthetic series that training never draws, and oil temperatures
@@ -247,20 +247,20 @@ class ChronosTask(Task):
     def evaluate(self, model: nn.Module, split: Split) -> dict[str, float]:
         """``nats_per_token``, the mean of ``nats_synthetic`` and ``nats_ett``; on the test split also
         ``mase`` and ``wql`` of forecasts of the oil temperature."""
-        found = {}
+        scores = {}
         for name, series in self._held_out(split).items():
             batch = on_device_of(model, self._tokens(series))
             labels = batch["labels"].clone()
             labels[:, self.config.prediction_length :] = _NONE  # the end-of-series token is not scored
             logits = torch.cat([model(*parts) for parts in zip(*(batch[key].split(64) for key in batch), strict=True)])
             nats = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=_NONE)
-            found[f"nats_{name}"] = float(nats)
-        found = {self.metric: sum(found.values()) / len(found), **found}
+            scores[f"nats_{name}"] = float(nats)
+        scores = {self.metric: sum(scores.values()) / len(scores), **scores}
         if split == "test":
             context, truth = self._test_windows()
             quantiles, median = self.forecast(model, context)
-            found |= forecast_scores(quantiles, median, truth, context, self.config.season)
-        return found
+            scores |= forecast_scores(quantiles, median, truth, context, self.config.season)
+        return scores
 
     def _test_windows(self) -> tuple[Tensor, Tensor]:
         """The look-backs and futures that are forecast, in units."""
@@ -314,11 +314,11 @@ class ChronosTask(Task):
         labels = self.batch(0, 0, 4096)["labels"][:, :horizon]
         counts += torch.bincount(labels.flatten(), minlength=len(counts))
         logs = (counts / counts.sum()).log()
-        found = {
+        scores = {
             f"nats_{name}": -float(logs[self._tokens(series)["labels"][:, :horizon]].mean())
             for name, series in self._held_out("test").items()
         }
-        return {self.metric: sum(found.values()) / len(found), **found}
+        return {self.metric: sum(scores.values()) / len(scores), **scores}
 
     def axis_labels(self) -> dict[str, str]:
         return {"value": "oil temperature (°C)", "step": "hours"}

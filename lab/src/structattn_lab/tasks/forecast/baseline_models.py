@@ -128,12 +128,14 @@ class BaselineModel(nn.Module):
             arguments["n_series"] = num_channels
         kind = getattr(models, spec.name)
         # What its class does not know, it would hand on to a trainer that is not used here.
-        known = [
-            name for name, one in inspect.signature(kind).parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD
+        accepted = [
+            name
+            for name, parameter in inspect.signature(kind).parameters.items()
+            if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
         ]
-        if unknown := [name for name in arguments if name not in known]:
+        if unknown := [name for name in arguments if name not in accepted]:
             raise ConfigError(
-                f"{PREFIX}{spec.name} has no setting {quoted(unknown[0])}: {nearest_name(unknown[0], known)}"
+                f"{PREFIX}{spec.name} has no setting {quoted(unknown[0])}: {nearest_name(unknown[0], accepted)}"
             )
         with _own_seed():
             try:

@@ -27,8 +27,8 @@ class WindowedChannels:
     """
 
     def __init__(self, series: Sequence[TimeSeries], look_back: int, horizon: int) -> None:
-        self.channels = [WindowedSeries(one, look_back, horizon) for one in series]
-        self._scaled = torch.from_numpy(np.stack([one.scaled for one in self.channels]).astype(np.float32))
+        self.channels = [WindowedSeries(channel, look_back, horizon) for channel in series]
+        self._scaled = torch.from_numpy(np.stack([channel.scaled for channel in self.channels]).astype(np.float32))
 
     @property
     def names(self) -> list[str]:
@@ -49,7 +49,7 @@ class WindowedChannels:
             forecast, truth: scaled values, ``(n, channels, horizon)``.
         """
         of_channels = zip(forecast.unbind(1), truth.unbind(1), self.channels, strict=True)
-        return _mean([forecast_metrics(*one) for one in of_channels])
+        return _mean([forecast_metrics(*pair) for pair in of_channels])
 
     def fitted(self, season: int | None) -> list[tuple[Method, ...]]:
         """``fitted_methods`` of every channel by itself: of each method, one for each channel."""
@@ -58,7 +58,10 @@ class WindowedChannels:
     def baselines(self, methods: Sequence[Sequence[Method]]) -> list[Baseline]:
         """``forecast_baselines`` of what ``fitted`` returns, averaged over the channels."""
         of_channels = zip(self.channels, zip(*methods, strict=True), strict=True)
-        rows = zip(*(forecast_baselines(channel, own) for channel, own in of_channels), strict=True)
+        rows = zip(
+            *(forecast_baselines(channel, methods_of_channel) for channel, methods_of_channel in of_channels),
+            strict=True,
+        )
         return [_average(list(of_channels)) for of_channels in rows]
 
 
@@ -76,4 +79,4 @@ def _average(rows: list[Baseline]) -> Baseline:
 
 
 def _mean(metrics: list[dict[str, float]]) -> dict[str, float]:
-    return {name: sum(one[name] for one in metrics) / len(metrics) for name in metrics[0]}
+    return {name: sum(of_channel[name] for of_channel in metrics) / len(metrics) for name in metrics[0]}

@@ -38,10 +38,10 @@ def error_by_lead(record: ComparisonRecord) -> Drawing | None:
 def error_by_column(record: ComparisonRecord) -> Table | None:
     """The error of each column of the data, where there are several."""
     errors = {row_name(row): row.details.get("error_by_column") or {} for row in record.rows}
-    names = list(dict.fromkeys(name for found in errors.values() for name in found))
+    names = list(dict.fromkeys(name for by_column in errors.values() for name in by_column))
     if not names:
         return None
-    rows = [[name, *(fmt_score(found.get(one)) for one in names)] for name, found in errors.items()]
+    rows = [[name, *(fmt_score(by_column.get(column)) for column in names)] for name, by_column in errors.items()]
     return Table.of(("method", *names), rows, title="Error of each column")
 
 
@@ -51,7 +51,7 @@ def future_figure(forecast: Forecast) -> MplFigure:
     """
     table, columns = forecast.table, forecast.columns[:_MOST_PANELS]
     steps = min(forecast.past.shape[1], max(4 * len(table), _FEWEST_STEPS))
-    before, ahead = forecast.past_times[-steps:], forecast.times
+    shown_times, ahead = forecast.past_times[-steps:], forecast.times
     is_short = len(ahead) < _FEW_STEPS
     figure, panels = panel_grid(
         len(columns),
@@ -63,7 +63,7 @@ def future_figure(forecast: Forecast) -> MplFigure:
     )
     for i, (ax, column) in enumerate(zip(panels, columns, strict=True)):
         middle = table[column].to_numpy()
-        ax.plot(before, forecast.past[i, -steps:], color="#9a9a9a", lw=1.0, label="data")
+        ax.plot(shown_times, forecast.past[i, -steps:], color="#9a9a9a", lw=1.0, label="data")
         for place, level in enumerate(reversed(forecast.levels)):
             low, high = (table[f"{column}-{end}-{level}"].to_numpy() for end in ("lo", "hi"))
             alpha = 0.14 + 0.28 * place / len(forecast.levels)
@@ -74,7 +74,7 @@ def future_figure(forecast: Forecast) -> MplFigure:
                 ax.fill_between(ahead, low, high, lw=0, **style)
         marks = "o" if is_short else ""
         ax.plot(ahead, middle, color=OKABE_ITO[0], lw=1.5, marker=marks, ms=3, label="forecast")
-        ax.axvline(before[-1], color=GREY, lw=0.8)
+        ax.axvline(shown_times[-1], color=GREY, lw=0.8)
         ax.margins(x=0.01)
         ax.set_ylabel(column)
         if forecast.has_dates:
@@ -84,7 +84,11 @@ def future_figure(forecast: Forecast) -> MplFigure:
         if i >= len(panels) - (1 if len(panels) < _TWO_COLUMNS else 2):  # nothing is below it
             ax.tick_params(labelbottom=True)
             ax.set_xlabel("" if forecast.has_dates else "row")
-    start = str(before[-1].astype("datetime64[m]")).replace("T", " ") if forecast.has_dates else f"row {before[-1]}"
+    start = (
+        str(shown_times[-1].astype("datetime64[m]")).replace("T", " ")
+        if forecast.has_dates
+        else f"row {shown_times[-1]}"
+    )
     of = (
         f", the first {len(columns)} of {len(forecast.columns)} columns" if len(columns) < len(forecast.columns) else ""
     )

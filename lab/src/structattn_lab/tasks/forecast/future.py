@@ -113,7 +113,7 @@ class BaselineForecaster:
         self.kept, self._rows = kept, kept.tensors["validation"]
         of_columns = zip(kept.tensors["ridge"], facts.penalties, strict=True)
         simple = simple_methods(facts.look_back, facts.season)
-        methods: list[tuple[Method, ...]] = [(one,) * len(facts.columns) for one in simple]
+        methods: list[tuple[Method, ...]] = [(simple_method,) * len(facts.columns) for simple_method in simple]
         methods.append(tuple(Ridge(weights, penalty) for weights, penalty in of_columns))
         (self._methods,) = (method for method in methods if method[0].name == name)
         self._validation_rows = self._rows.shape[1] - facts.look_back
@@ -131,13 +131,13 @@ class BaselineForecaster:
     def widths(self, percents: Sequence[int], horizon: int) -> Tensor:
         """From the errors of the method on the validation windows."""
         look_back, used = self.kept.facts.look_back, self.windows(horizon)
-        found = []
+        of_columns = []
         for method, row in zip(self._methods, self._rows, strict=True):
             X = row.unfold(0, look_back, 1)[:used].split(CHUNK)
             Y = row[look_back:].unfold(0, horizon, 1)[:used].split(CHUNK)
             errors = torch.cat([(method(x, horizon) - y).abs() for x, y in zip(X, Y, strict=True)])
-            found.append(conformal_widths(errors, percents))
-        return torch.stack(found, dim=1)
+            of_columns.append(conformal_widths(errors, percents))
+        return torch.stack(of_columns, dim=1)
 
 
 def check_request(

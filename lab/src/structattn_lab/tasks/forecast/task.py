@@ -123,7 +123,7 @@ class ForecastTask(Task):
         path = None if config.data.path is None else Path(config.data.path)
         with doing(f"reading {'ETTh1' if path is None else path}"):
             series = read_columns(path, config.data.time, config.data.target)
-        self.data_sha256 = hashlib.sha256(b"".join(one.values.tobytes() for one in series)).hexdigest()
+        self.data_sha256 = hashlib.sha256(b"".join(column.values.tobytes() for column in series)).hexdigest()
         self.data = WindowedChannels(series, config.look_back, config.horizon)
         self._windows = {split: self.data.windows(split) for split in SPLITS}
 
@@ -220,7 +220,7 @@ class ForecastTask(Task):
         forecast, truth = self._forecast(model, "validation")
         # One column after the other: a copy of all errors may take much memory.
         of_columns = zip(forecast.unbind(1), truth.unbind(1), strict=True)
-        widths = [conformal_widths((one - true).abs(), PERCENTS) for one, true in of_columns]
+        widths = [conformal_widths((predicted - true).abs(), PERCENTS) for predicted, true in of_columns]
         return self._kept(widths=torch.stack(widths, dim=1), windows=torch.tensor(len(truth)))
 
     def baseline_files(self) -> dict[str, bytes]:
@@ -231,9 +231,12 @@ class ForecastTask(Task):
         """See ``Kept``."""
         ridge = cast(tuple[Ridge, ...], self._methods[-1])
         begin, end, _ = self.data.channels[0].bounds
-        rows = [one.scaled[begin - self.config.look_back : end] for one in self.data.channels]
-        penalties = tuple(one.penalty for one in ridge)
-        tensors = {"ridge": torch.stack([one.weights for one in ridge]), "validation": torch.from_numpy(np.stack(rows))}
+        rows = [channel.scaled[begin - self.config.look_back : end] for channel in self.data.channels]
+        penalties = tuple(channel.penalty for channel in ridge)
+        tensors = {
+            "ridge": torch.stack([channel.weights for channel in ridge]),
+            "validation": torch.from_numpy(np.stack(rows)),
+        }
         return self._kept(season=self._season, penalties=penalties, **tensors)
 
     def _kept(self, *, season: int | None = None, penalties: tuple[float, ...] = (), **tensors: Tensor) -> Kept:
@@ -249,7 +252,7 @@ class ForecastTask(Task):
             penalties=penalties,
         )
         scale = {
-            name: torch.tensor([getattr(one, name) for one in channels], dtype=torch.float64)
+            name: torch.tensor([getattr(channel, name) for channel in channels], dtype=torch.float64)
             for name in ("mean", "std")
         }
         return Kept(facts=facts, tensors={**scale, **tensors})
@@ -297,7 +300,7 @@ class ForecastTask(Task):
             words = {"start": channel.first_time("test", index), "label": self.axis_labels()["value"]}
             examples.append({name: channel.to_units(values).tolist() for name, values in shown.items()} | words)
         squared, _ = mean_errors(chunks(forecast, truth))
-        found = {
+        details = {
             "examples": examples,
             "interval": INTERVAL / 100,
             "coverage": int(((forecast - truth).abs() <= width).sum()) / truth.numel(),
@@ -305,8 +308,8 @@ class ForecastTask(Task):
             "train_windows": self._windows["train"][0].shape[0],
         }
         if len(self.data.channels) > 1:
-            found["error_by_column"] = dict(zip(self.data.names, squared.mean(1).tolist(), strict=True))
-        return found
+            details["error_by_column"] = dict(zip(self.data.names, squared.mean(1).tolist(), strict=True))
+        return details
 
 
 def build_forecaster(config: ForecastConfig, spec: str, num_channels: int) -> Forecaster | BaselineModel:

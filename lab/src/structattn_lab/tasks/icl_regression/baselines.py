@@ -133,12 +133,12 @@ def predictors(prompts: PromptConfig) -> list[Predictor]:
     """
     optimal = ", the optimal predictor" if prompts.function == "linear" else ""
     fit, noise = "the linear fit of smallest norm to the pairs seen", prompts.noise_std
-    found = [
+    methods = [
         Predictor("zero", "predicts 0", zero),
         Predictor("averaging", "w is the mean of y x over the pairs seen", averaging),
         Predictor("least squares", fit if noise else fit + optimal, least_squares),
     ]
     if noise:
         note = f"the linear fit to the pairs seen with the variance of the noise as its penalty{optimal}"
-        found.append(Predictor("ridge (noise known)", note, partial(ridge, noise_std=noise)))
-    return [*found, Predictor("3 nearest neighbors", "the mean y of the 3 nearest x seen", nearest_neighbors)]
+        methods.append(Predictor("ridge (noise known)", note, partial(ridge, noise_std=noise)))
+    return [*methods, Predictor("3 nearest neighbors", "the mean y of the 3 nearest x seen", nearest_neighbors)]

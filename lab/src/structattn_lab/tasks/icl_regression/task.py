@@ -273,12 +273,12 @@ class ICLRegressionTask(Task):
             for xs, ys, values in zip(*(part.split(_BASELINE_CHUNK) for part in drawn), strict=True):
                 for method, total in zip(methods, totals, strict=True):
                     total += (method.predict(xs, ys) - values).square().sum(0)
-        found = []
+        rows = []
         for method, total in zip(methods, totals, strict=True):
             errors = self._score(total)
             details = {"error_by_point": errors.tolist()}
-            found.append(Baseline(name=method.name, metrics=_summary(errors), note=method.note, details=details))
-        return found
+            rows.append(Baseline(name=method.name, metrics=_summary(errors), note=method.note, details=details))
+        return rows
 
     def baselines(self) -> list[Baseline]:
         """Zero, averaging, least squares, nearest neighbors and, with noise, ridge regression, in float64,

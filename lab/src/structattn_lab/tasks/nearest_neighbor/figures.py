@@ -20,19 +20,19 @@ from structattn_lab.report.rows import lowest, score_of, seed_words
 def error_against_rank(record: ComparisonRecord) -> Drawing | None:
     """Error against the rank of the score matrix of one head."""
     points = [(row, float(row.rank), score_of(row)) for row in record.rows if row.rank is not None]
-    known = [(row, x, y) for row, x, y in points if y is not None]
-    if not known:
+    drawn = [(row, x, y) for row, x, y in points if y is not None]
+    if not drawn:
         return None
-    ranks = sorted({x for _, x, _ in known})
+    ranks = sorted({x for _, x, _ in drawn})
     top = max(float(record.config["task"]["dim"]), ranks[-1])
     figure = new_canvas(4.0)
     ax = figure.add_subplot()
-    for row, x, y in known:
+    for row, x, y in drawn:
         ax.plot([x], [y], "o", ms=7, color=row_style(record, row)["color"])
-    if wide(y for *_, y in known):
+    if wide(y for *_, y in drawn):
         log_axis(ax, "y")
     else:
-        ax.set_ylim(0, 1.12 * max(1.0, *(y for *_, y in known)))
+        ax.set_ylim(0, 1.12 * max(1.0, *(y for *_, y in drawn)))
     if ranks[0] > 0 and top / ranks[0] > 8:
         ax.set_xscale("log", base=2)
         ax.set_xlim(ranks[0] / 1.25, top * 1.25)
@@ -49,7 +49,7 @@ def error_against_rank(record: ComparisonRecord) -> Drawing | None:
                 textcoords="offset points", fontsize=8, color=GREY)  # fmt: skip
     ax.set_xlabel(f"rank of the score matrix (axis ends at {top:g})")
     ax.set_ylabel(record.metric)
-    point_labels(figure, ax, [(x, y, row.spec, row_style(record, row)["color"]) for row, x, y in known])
+    point_labels(figure, ax, [(x, y, row.spec, row_style(record, row)["color"]) for row, x, y in drawn])
     caption = f"Error against the rank of the score matrix M ({seed_words(record)}); other differences remain."
     return figure, caption, f"Scatter plot of error against rank{lowest(record)}."
 

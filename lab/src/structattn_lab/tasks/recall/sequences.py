@@ -129,12 +129,12 @@ class Associative(Kind):
                 queries = places + 1 + drawn[:, None]
                 fits = room & room.gather(1, queries.clamp(max=self.longest + 1)) & (queries <= self.longest + 1)
                 pick = (fits * (1 - torch.rand(fits.shape, generator=rng))).argmax(1)
-                found = fits.any(1)
-                done = rows[found]
-                pairs[done, number], distances[done, number] = pick[found], drawn[found]
-                for first in (pick[found], pick[found] + 1 + drawn[found]):
+                has_room = fits.any(1)
+                done = rows[has_room]
+                pairs[done, number], distances[done, number] = pick[has_room], drawn[has_room]
+                for first in (pick[has_room], pick[has_room] + 1 + drawn[has_room]):
                     free[done, first] = free[done, first + 1] = False
-                rows = rows[~found]
+                rows = rows[~has_room]
         return Placement(pairs, distances)
 
 

@@ -215,12 +215,12 @@ class RecallTask(Task):
             predict: logits (B, T, V) of tokens (B, T).
             split: of the sequences.
         """
-        found = []
+        batches = []
         for batch in self.eval_batches(split):
             logits, targets = _answers(predict(on_device_of(model, batch)["tokens"][:, :-1]).cpu(), batch)
             nats = F.cross_entropy(logits.double(), targets, reduction="none")
-            found.append((nats, logits.argmax(-1) == targets, batch["distances"].flatten()))
-        return Answers(*map(torch.cat, zip(*found, strict=True)))
+            batches.append((nats, logits.argmax(-1) == targets, batch["distances"].flatten()))
+        return Answers(*map(torch.cat, zip(*batches, strict=True)))
 
     def _scores(self, answers: Answers) -> dict[str, float]:
         right = answers.is_right.double()
@@ -240,15 +240,15 @@ class RecallTask(Task):
     @torch.no_grad()
     def evaluate_shard(self, model: nn.Module, split: Split, mesh: DeviceMesh) -> dict[str, float]:
         """See ``Task``; no process has the logits of a whole sequence."""
-        found = []
+        scored = []
         for batch in self.eval_batches(split):
             logits, targets, is_own = _answers_of_shard(model, on_device_of(model, batch), mesh)
-            own = F.cross_entropy(logits.double(), targets, reduction="none"), (logits.argmax(-1) == targets).double()
-            answers = own[0].new_zeros(2, *is_own.shape)
-            answers[:, is_own] = torch.stack(own)
+            local = F.cross_entropy(logits.double(), targets, reduction="none"), (logits.argmax(-1) == targets).double()
+            answers = local[0].new_zeros(2, *is_own.shape)
+            answers[:, is_own] = torch.stack(local)
             nats, right = Processes(mesh).summed(answers).flatten(1).cpu()
-            found.append((nats, right > 0, batch["distances"].flatten()))
-        return self._scores(Answers(*map(torch.cat, zip(*found, strict=True))))
+            scored.append((nats, right > 0, batch["distances"].flatten()))
+        return self._scores(Answers(*map(torch.cat, zip(*scored, strict=True))))
 
     def evaluate_cached(self, model: nn.Module, split: Split, chunk: int = 64) -> dict[str, float]:
         """As ``evaluate``, with each sequence read through the key/value cache: the same numbers, up to
@@ -259,13 +259,13 @@ class RecallTask(Task):
             split: which sequences.
             chunk: tokens per step.
         """
-        own = cast(LanguageModel, model)
+        language_model = cast(LanguageModel, model)
 
         def predict(tokens: Tensor) -> Tensor:
-            caches = own.new_cache(max_length=tokens.shape[1])
-            return torch.cat([own(part, caches=caches) for part in tokens.split(chunk, dim=1)], dim=1)
+            caches = language_model.new_cache(max_length=tokens.shape[1])
+            return torch.cat([language_model(part, caches=caches) for part in tokens.split(chunk, dim=1)], dim=1)
 
-        return self._scores(self.answers(own, predict, split))
+        return self._scores(self.answers(language_model, predict, split))
 
     def by_distance(self, model: nn.Module) -> dict[str, Any]:
         """``accuracy_by_distance`` and ``loss_by_distance`` on the test split, by ``octaves`` of 1 ... T -
@@ -289,14 +289,14 @@ class RecallTask(Task):
         """
         size = self.config.num_values
         shares = {"accuracy": 1 / size} | {f"accuracy_{name}": 1 / size for name in _RANGES}
-        found = [Baseline(name="chance", metrics={self.metric: math.log(size)} | shares, note="guesses any value")]
+        rows = [Baseline(name="chance", metrics={self.metric: math.log(size)} | shares, note="guesses any value")]
         if self.kind.num_pairs > 1:
             note = "guesses one of the values before the query, as often as they came"
             batches = self.eval_batches("test")
             shares_of_answers = torch.cat([_share_of_answers(batch, self.words) for batch in batches])
             metrics = {self.metric: -float(shares_of_answers.log().mean()), "accuracy": float(shares_of_answers.mean())}
-            found.append(Baseline(name="values before", metrics=metrics, note=note))
-        return found
+            rows.append(Baseline(name="values before", metrics=metrics, note=note))
+        return rows
 
 
 def _answers(logits: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:

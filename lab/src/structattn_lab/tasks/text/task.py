@@ -208,8 +208,8 @@ class TextTask(Task):
             split: which text.
             chunk: tokens per step.
         """
-        own = cast(LanguageModel, model)
-        scored = (_read_cached(own, _spans(batch), chunk) for batch in self._eval_batches(model, split))
+        language_model = cast(LanguageModel, model)
+        scored = (_read_cached(language_model, _spans(batch), chunk) for batch in self._eval_batches(model, split))
         return {self.metric: self._mean(scored)}
 
     def _eval_batches(self, model: nn.Module, split: Split) -> Iterator[Batch]:
@@ -286,13 +286,13 @@ class TextTask(Task):
         frequency = torch.from_numpy(single).double()
         nats = score((frequency / frequency.sum()).log()[target])
         note = f"how often each {self.tokenizer.unit} comes"
-        found = [Baseline(name="unigram", metrics={self.metric: nats}, note=note)]
+        rows = [Baseline(name="unigram", metrics={self.metric: nats}, note=note)]
         if counts_pairs:
             table = torch.from_numpy(pairs).double().view(size, size)
             logs = (table / table.sum(dim=1, keepdim=True)).log()[context, target]
             note = f"how often each {self.tokenizer.unit} follows the one before it"
-            found.append(Baseline(name="bigram", metrics={self.metric: score(logs)}, note=note))
-        return found
+            rows.append(Baseline(name="bigram", metrics={self.metric: score(logs)}, note=note))
+        return rows
 
 
 def _as_batch(windows: Windows) -> Batch:
@@ -331,11 +331,11 @@ def _spans(batch: Batch) -> list[Tensor]:
     tokens, documents = batch["tokens"], batch.get("documents")
     if documents is None:
         return list(tokens)
-    found = []
+    spans = []
     for row, numbers in zip(tokens, documents, strict=True):
         sizes: list[int] = numbers.unique_consecutive(return_counts=True)[1].tolist()
-        found += [span for span in row.split(sizes) if len(span) > 1]
-    return found
+        spans += [span for span in row.split(sizes) if len(span) > 1]
+    return spans
 
 
 def _read_cached(model: LanguageModel, spans: list[Tensor], chunk: int) -> tuple[Tensor, Tensor]:

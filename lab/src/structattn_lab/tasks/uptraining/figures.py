@@ -91,16 +91,16 @@ def _against_tokens(
     figure, panels = panel_grid(len(_variants(record)), 3.4)
     for ax, variant in zip(panels, _variants(record), strict=True):
         teacher = _teacher(record, variant)
-        known = None if teacher is None else teacher.details.get("validation")
-        zero = known[score] if known and is_above_teacher else 0.0
+        losses = None if teacher is None else teacher.details.get("validation")
+        zero = losses[score] if losses and is_above_teacher else 0.0
         for row in rows:
             if row.variant == variant:
                 steps = [entry["step"] * row.batch_size * length for entry in row.histories[0]]
                 curves = [[entry[key] for entry in history] for history in row.histories]
                 mean = [sum(values) / len(values) - zero for values in zip(*curves, strict=False)]
                 ax.plot(steps[: len(mean)], mean, ms=3, lw=1.3, label=row.spec, **spec_style(specs, row.spec))
-        if known:
-            ax.axhline(known[score] - zero, color="0.3", lw=1, ls=":", label="teacher")
+        if losses:
+            ax.axhline(losses[score] - zero, color="0.3", lw=1, ls=":", label="teacher")
         ax.set_title(variant or "", fontsize=9, loc="left")
         ax.set_xlabel("tokens of training")
         ax.xaxis.set_major_formatter(lambda value, _: fmt_count(value))
@@ -111,19 +111,19 @@ def _against_tokens(
 
 def _farthest(record: ComparisonRecord) -> int | None:
     """The longest distance at which recall was measured during training."""
-    found = [_recall(row.metrics) for row in record.rows]
-    return int(found[0][-1][0]) if found and found[0] else None
+    recalls = [_recall(row.metrics) for row in record.rows]
+    return int(recalls[0][-1][0]) if recalls and recalls[0] else None
 
 
 def recall_by_distance(record: ComparisonRecord) -> Drawing | None:
     """The share of tokens of a repeated passage that are guessed right, by how far back it was."""
-    found = [row for row in record.rows if _recall(row.metrics)]
-    if not found:
+    with_recall = [row for row in record.rows if _recall(row.metrics)]
+    if not with_recall:
         return None
-    specs = list(dict.fromkeys(row.spec for row in found))
+    specs = list(dict.fromkeys(row.spec for row in with_recall))
     figure, panels = panel_grid(len(_variants(record)), 3.2)
     for ax, variant in zip(panels, _variants(record), strict=True):
-        for row in found:
+        for row in with_recall:
             if row.variant == variant:
                 ax.plot(
                     *zip(*_recall(row.metrics), strict=True),
@@ -136,7 +136,9 @@ def recall_by_distance(record: ComparisonRecord) -> Drawing | None:
         if teacher is not None and _recall(teacher.metrics):
             ax.plot(*zip(*_recall(teacher.metrics), strict=True), color="0.3", ls=":", label="teacher")
         ax.set_xscale("log", base=2)
-        mark_axis(ax.xaxis, [float(distance) for distance, _ in _recall(found[0].metrics)], lambda value: f"{value:g}")
+        mark_axis(
+            ax.xaxis, [float(distance) for distance, _ in _recall(with_recall[0].metrics)], lambda value: f"{value:g}"
+        )
         ax.set_ylim(0, 1.02)
         ax.set_title(variant or "", fontsize=9, loc="left")
         ax.set_xlabel("distance to the first passage, tokens")
@@ -183,7 +185,7 @@ def healed_rows(record: ComparisonRecord) -> list[Healed]:
     """The students of a comparison that were scored before and after training, as means over seeds."""
     key, far = f"validation_{record.metric}", _farthest(record)
     looked_up = f"validation_recall_{far}"
-    found = []
+    healed = []
     for row in record.rows:
         teacher = _teacher(record, row.variant)
         histories = [history for history in row.histories if history and key in history[0] and key in history[-1]]
@@ -192,7 +194,7 @@ def healed_rows(record: ComparisonRecord) -> list[Healed]:
         original = teacher.details.get("validation", {}).get(f"recall_{far}")
         has_recall = original is not None and all(looked_up in history[at] for history in histories for at in (0, -1))
         first, last = (_mean([history[at][key] for history in histories]) for at in (0, -1))
-        found.append(
+        healed.append(
             Healed(
                 spec=row.spec,
                 variant=row.variant,
@@ -205,25 +207,25 @@ def healed_rows(record: ComparisonRecord) -> list[Healed]:
                 decode_ms=(teacher.details["decode_ms"], row.details["decode_ms"]),
             )
         )
-    return found
+    return healed
 
 
 def recovered(losses: tuple[float, float, float]) -> str:
     """The share of the loss of one student that training won back, in words: a dash where nothing was
     lost.
     """
-    teacher, before, after = losses
-    if before - teacher < _LOST:
+    teacher, at_start, at_end = losses
+    if at_start - teacher < _LOST:
         return DASH
-    return "all" if after <= teacher else f"{100 * (before - after) / (before - teacher):.0f} %"
+    return "all" if at_end <= teacher else f"{100 * (at_start - at_end) / (at_start - teacher):.0f} %"
 
 
 def costs(record: ComparisonRecord) -> Table | None:
     """What each student needs to decode beside the original model, and what it lost and won back."""
-    found = healed_rows(record)
-    if not found:
+    rows = healed_rows(record)
+    if not rows:
         return None
-    has_variants = any(row.variant for row in found)
+    has_variants = any(row.variant for row in rows)
     columns: list[tuple[str, Callable[[Healed], str]]] = [
         *([("setting", lambda row: row.variant or "")] if has_variants else []),
         ("attention", lambda row: row.spec),
@@ -237,13 +239,13 @@ def costs(record: ComparisonRecord) -> Table | None:
         ("after", lambda row: f"{row.losses[2] - row.losses[0]:+.4f}"),
         ("recovered", lambda row: recovered(row.losses)),
     ]
-    if any(row.recalls for row in found):
+    if any(row.recalls for row in rows):
         names = ("recall, original", "recall before", "recall after")
         columns += [(name, partial(_fmt_recall, at)) for at, name in enumerate(names)]
-    distance = next((row.distance for row in found if row.recalls), None)
+    distance = next((row.distance for row in rows if row.recalls), None)
     return Table.of_columns(
         columns,
-        found,
+        rows,
         words=("setting", "attention"),
         title="Cost and quality, beside the original model",
         notes=(
@@ -275,23 +277,23 @@ def _mean(values: list[float]) -> float:
 
 def verdict(record: ComparisonRecord) -> str | None:
     """The original model, and each student before and after training, in plain sentences."""
-    found = healed_rows(record)
-    if not found:
+    rows = healed_rows(record)
+    if not rows:
         return None
-    first = found[0]
+    first = rows[0]
     ms = first.decode_ms[0]
     original = [f"loss {first.losses[0]:.4f}", f"a cache of {first.cache_bytes[0]:,} bytes"]
     original += [] if ms is None else [f"{ms:.2f} ms per token"]
     if first.recalls:
         original.append(f"recall {first.recalls[0]:.2f} at {first.distance} tokens")
-    return "\n".join([f"The original model: {', '.join(original)}.", *map(_sentence, found)])
+    return "\n".join([f"The original model: {', '.join(original)}.", *map(_sentence, rows)])
 
 
 def _sentence(row: Healed) -> str:
     """A student in one sentence."""
-    (teacher, before, after), (whole, size), (ms, own_ms) = row.losses, row.cache_bytes, row.decode_ms
+    (teacher, at_start, at_end), (whole, size), (ms, own_ms) = row.losses, row.cache_bytes, row.decode_ms
     parts = [
-        f"loss {before:.4f} before training and {after:.4f} after it ({after - teacher:+.4f})",
+        f"loss {at_start:.4f} before training and {at_end:.4f} after it ({at_end - teacher:+.4f})",
         f"a cache of {size:,} bytes"
         + (f", {whole / size:.2f} times smaller" if size < whole else ", no smaller one" if size == whole else ""),
     ]

@@ -17,9 +17,9 @@ def _cache_of(model: Any, tokens: Tensor, room: int) -> Any:
     from structattn.integrations.transformers.caches.model_cache import CACHE
     from structattn.integrations.transformers.structurize.classes import StructurizedModel
 
-    own = model.get_base_model() if hasattr(model, "get_base_model") else model
-    given = {CACHE: level_cache(own, max_length=room)} if isinstance(own, StructurizedModel) else {}
-    return getattr(model(input_ids=tokens, use_cache=True, **given), CACHE)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    arguments = {CACHE: level_cache(base, max_length=room)} if isinstance(base, StructurizedModel) else {}
+    return getattr(model(input_ids=tokens, use_cache=True, **arguments), CACHE)
 
 
 def cache_bytes(model: Any, tokens: Tensor, mask: Tensor | None) -> int:

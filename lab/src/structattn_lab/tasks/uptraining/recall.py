@@ -83,13 +83,13 @@ def distances(context_length: int, size: int) -> list[int]:
     """Powers of two from the length of a passage to the longest distance at which both passages fit into the
     context.
     """
-    found = []
+    shown = []
     distance = 1
     while distance + size <= context_length:
         if distance >= size:
-            found.append(distance)
+            shown.append(distance)
         distance *= 2
-    return found
+    return shown
 
 
 def recall(
@@ -112,7 +112,7 @@ def recall(
     size = len(passages.scored)
     windows = windows.repeat(-(-_FEWEST // len(scored)), 1)
     count, length = windows.shape
-    found = {}
+    shares = {}
     for distance in at:
         made = generator("recall", distance)
         drawn = passages.draw(count, made)
@@ -123,5 +123,5 @@ def recall(
             tokens.scatter_(1, start, drawn)
         guesses = torch.cat([predict(part).argmax(-1).cpu() for part in tokens.split(16)])
         right = guesses.gather(1, (places + distance)[:, scored] - 1) == drawn[:, scored]
-        found[distance] = float(right.double().mean())
-    return found
+        shares[distance] = float(right.double().mean())
+    return shares

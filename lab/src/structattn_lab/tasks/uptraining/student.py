@@ -44,9 +44,9 @@ class Student(nn.Module):
         options = {} if mask is None else {"attention_mask": mask.to(tokens.device).expand(len(tokens), 1, -1, -1)}
         if attention_inputs is None:
             return self.model(input_ids=tokens, use_cache=False, **options).logits, []
-        with tapped(self._layers, attention_inputs) as found:
+        with tapped(self._layers, attention_inputs) as attended:
             logits = self.model(input_ids=tokens, use_cache=False, **options).logits
-        return logits, found.outputs
+        return logits, attended.outputs
 
     def flops_per_example(self) -> int:
         """Forward FLOPs of a window, 2 per multiply-add: of all weights but embeddings, and of scores and
@@ -88,13 +88,13 @@ def with_adapters(model: Any, layers: list[nn.Module], rank: int) -> Any:
     return peft.get_peft_model(model, peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets))
 
 
-def attention_loss(found: list[Tensor], wanted: list[Tensor], logits: Tensor) -> Tensor:
+def attention_loss(outputs: list[Tensor], wanted: list[Tensor], logits: Tensor) -> Tensor:
     """The mean over layers and examples of ||found - wanted||^2 / ||wanted||^2.
 
     The logits are added with a weight of 0, so that every weight has a gradient, as DDP expects.
     """
     errors = [
         (a - b).square().sum((1, 2)) / b.square().sum((1, 2)).clamp(min=_TINY)
-        for a, b in zip(found, wanted, strict=True)
+        for a, b in zip(outputs, wanted, strict=True)
     ]
     return torch.stack(errors).mean() + 0 * logits.sum()

@@ -256,8 +256,8 @@ def student_form(text: str) -> StudentForm:
     written = ", ".join(form.syntax for form, _ in FORMS.values())
     with reading("student", text, f"Forms: {written}, or an attention spec"):
         name, arguments = read_term(text, {name: form for name, (form, _) in FORMS.items()})
-        found: StudentForm = FORMS[name][1](**arguments)
-        return found
+        made: StudentForm = FORMS[name][1](**arguments)
+        return made
 
 
 def check_student(text: str, config: Any, length: int) -> None:

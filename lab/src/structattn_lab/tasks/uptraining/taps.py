@@ -32,19 +32,19 @@ def tapped(layers: Sequence[nn.Module], inputs: Sequence[Tensor] | None = None) 
     Raises:
         ConfigError: a layer takes its input in a way that is not known.
     """
-    found = Attended()
+    attended = Attended()
 
     def before(place: int) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if args and isinstance(args[0], Tensor):
-                own, rest = args[0], args[1:]
-                new = own if inputs is None else inputs[place] + 0 * own
-                found.inputs.append(new)
+                hidden_states, rest = args[0], args[1:]
+                new = hidden_states if inputs is None else inputs[place] + 0 * hidden_states
+                attended.inputs.append(new)
                 return (new, *rest), kwargs
             if isinstance(kwargs.get("hidden_states"), Tensor):
-                own = kwargs["hidden_states"]
-                new = own if inputs is None else inputs[place] + 0 * own
-                found.inputs.append(new)
+                hidden_states = kwargs["hidden_states"]
+                new = hidden_states if inputs is None else inputs[place] + 0 * hidden_states
+                attended.inputs.append(new)
                 return args, kwargs | {"hidden_states": new}
             raise ConfigError(
                 f"{type(module).__name__} takes its input neither as its first argument nor as hidden_states: set "
@@ -54,14 +54,14 @@ def tapped(layers: Sequence[nn.Module], inputs: Sequence[Tensor] | None = None) 
         return hook
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
-        found.outputs.append(output[0] if isinstance(output, tuple) else output)
+        attended.outputs.append(output[0] if isinstance(output, tuple) else output)
 
     handles = []
     try:
         for place, layer in enumerate(layers):
             handles.append(layer.register_forward_pre_hook(before(place), with_kwargs=True))
             handles.append(layer.register_forward_hook(after))
-        yield found
+        yield attended
     finally:
         for handle in handles:
             handle.remove()

@@ -84,17 +84,17 @@ class UptrainTask(Task):
 
     def _check_tokens(self, source: str) -> None:
         """Raises ``DataError`` unless the corpus has the tokens of the model, as far as this can be known."""
-        own, model = self.corpus_tokenizer, self.teacher.model
+        of_corpus, model = self.corpus_tokenizer, self.teacher.model
         size = model.get_input_embeddings().num_embeddings
         expected = "Prepare the text with `structattn data prepare text --tokens model --model MODEL`"
-        if own.vocab_size > size:
+        if of_corpus.vocab_size > size:
             raise DataError(
-                f"{source}: expected tokens below {size}, those of the model, got {own.vocab_size}. {expected}"
+                f"{source}: expected tokens below {size}, those of the model, got {of_corpus.vocab_size}. {expected}"
             )
         if self.teacher.tokenizer is None:
             return
-        sample = own.decode(self.splits["validation"].read(0, 200).tolist())
-        if self.teacher.tokenizer.encode(sample, add_special_tokens=False) != own.encode(sample).tolist():
+        sample = of_corpus.decode(self.splits["validation"].read(0, 200).tolist())
+        if self.teacher.tokenizer.encode(sample, add_special_tokens=False) != of_corpus.encode(sample).tolist():
             raise DataError(f"{source}: expected the tokens of the model, got those of another tokenizer. {expected}")
 
     @classmethod
@@ -133,9 +133,9 @@ class UptrainTask(Task):
         form, config = student_form(spec), self.config
         wanted = torch.get_default_device()
         with torch.device("cpu"):
-            own = copy.deepcopy(self.teacher.to(torch.device("cpu")).model).requires_grad_(True)
-            model = form.build(own, lambda: self.calibration, config.rotary_split, config.context_length)
-            layers = self._layers_of(model) if model is own else [layer.module for layer in find_attention(model)]
+            copied = copy.deepcopy(self.teacher.to(torch.device("cpu")).model).requires_grad_(True)
+            model = form.build(copied, lambda: self.calibration, config.rotary_split, config.context_length)
+            layers = self._layers_of(model) if model is copied else [layer.module for layer in find_attention(model)]
             if config.lora_rank:
                 model = with_adapters(model, layers, config.lora_rank)
             student = Student(model, layers, form, config.context_length)
@@ -163,8 +163,8 @@ class UptrainTask(Task):
         weight = self.config.distillation
         if step < self.config.attention_steps:
             wanted = self.teacher.to(tokens.device).attended(inputs)
-            logits, found = model(inputs, wanted.inputs)
-            return attention_loss(found, wanted.outputs, logits)
+            logits, student_outputs = model(inputs, wanted.inputs)
+            return attention_loss(student_outputs, wanted.outputs, logits)
         logits, _ = model(inputs)
         logs = logits.flatten(0, 1).float().log_softmax(-1)
         loss = (1 - weight) * F.nll_loss(logs, targets)
@@ -212,18 +212,18 @@ class UptrainTask(Task):
             if is_test:
                 logs = self.teacher(inputs).float().log_softmax(-1)
                 divergence += float(F.kl_div(logits.log_softmax(-1), logs, log_target=True, reduction="sum"))
-        found = {self.metric: nats / count}
+        scores = {self.metric: nats / count}
         if is_test:
-            found["kl_to_teacher"] = divergence / count
-        return found | self._recall(predict, split)
+            scores["kl_to_teacher"] = divergence / count
+        return scores | self._recall(predict, split)
 
     def _recall(self, predict: Callable[[Tensor], Tensor], split: Split) -> dict[str, float]:
         windows, passages, device = self._windows(split)[:, :-1], self.passages, self.teacher.model.device
         at = distances(self.config.context_length, len(passages.scored))
         if split != "test":
             at, windows = at[-1:], windows[:: -(-len(windows) // MOST_LOOKED_UP)]
-        found = recall(lambda tokens: predict(tokens.to(device)), windows, passages, at)
-        return {f"recall_{distance}": share for distance, share in found.items()}
+        shares = recall(lambda tokens: predict(tokens.to(device)), windows, passages, at)
+        return {f"recall_{distance}": share for distance, share in shares.items()}
 
     @cached_property
     def passages(self) -> Passages:

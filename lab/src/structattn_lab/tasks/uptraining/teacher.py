@@ -42,11 +42,11 @@ def checked_config(source: str, context_length: int, name: str = "task.context_l
         ConfigError: there is no such model, it is structurized already, or it has fewer positions than a
             window.
     """
-    found = check_source(source)  # before transformers is imported, which takes seconds
+    checked = check_source(source)  # before transformers is imported, which takes seconds
     from structattn.integrations.transformers import StructAttnConfig
     from structattn.integrations.transformers.structurize.classes import StructurizedConfig
 
-    config = source_config(found)
+    config = source_config(checked)
     if isinstance(config, StructAttnConfig | StructurizedConfig):
         raise ConfigError(
             f"{quoted(source)} is structurized already: give the original model, with its own weights (the model card "
@@ -111,9 +111,9 @@ class Teacher:
     @torch.no_grad()
     def attended(self, tokens: Tensor) -> Attended:
         """What enters and leaves its attention layers."""
-        with tapped(self.layers) as found:
+        with tapped(self.layers) as taps:
             self.model(input_ids=tokens, use_cache=False)
-        return found
+        return taps
 
 
 def _new(vocab_size: int) -> Any:

@@ -15,7 +15,7 @@ from torch import nn
 
 from structattn.errors import ConfigError, ShapeError
 from structattn.layers.attention import Attention
-from structattn.layers.rotary import SCALING_KINDS, SPLITS, Rotary, RotaryScaling
+from structattn.layers.rotary import ROPE_SCALINGS, SPLITS, Rotary, RotaryScaling
 from structattn.layout.levels import LevelLayout
 from structattn.testing.tolerances import FORWARD, ROUNDINGS, VISIBLE, assert_close
 
@@ -471,7 +471,7 @@ def test_errors_of_the_call(x, positions, message) -> None:
 
 
 def test_the_kinds_are_all_tested() -> None:
-    assert {scaling.kind for scaling in SCALINGS if scaling is not None} == set(SCALING_KINDS)
+    assert {scaling.kind for scaling in SCALINGS if scaling is not None} == set(ROPE_SCALINGS)
 
 
 @pytest.mark.parametrize("split", SPLITS)

@@ -28,7 +28,7 @@ from structattn.layout.checks import positive_ints
 Split = Literal["low_far", "interleaved", "per_level"]
 ScalingKind = Literal["linear", "ntk", "yarn"]
 SPLITS: tuple[Split, ...] = get_args(Split)
-SCALING_KINDS: tuple[ScalingKind, ...] = get_args(ScalingKind)
+ROPE_SCALINGS: tuple[ScalingKind, ...] = get_args(ScalingKind)
 
 _DEFAULT_BASE = 10_000.0
 _MOST_DIMS = 2**20  # of a level: its frequencies are written out one by one
@@ -77,7 +77,7 @@ class RotaryScaling:
     original_length: int | None = None
 
     def __post_init__(self) -> None:
-        check_choice("rotary scaling", self.kind, SCALING_KINDS)
+        check_choice("rotary scaling", self.kind, ROPE_SCALINGS)
         check_number("the factor of a rotary scaling", self.factor, minimum=1)
         object.__setattr__(self, "factor", float(self.factor))
         length = self.original_length

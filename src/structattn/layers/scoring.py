@@ -40,14 +40,14 @@ class Scoring(Protocol):
         """The module with the weights."""
 
 
-class _Sizes(TypedDict):
+class _MatrixSizes(TypedDict):
     num_rows: int
     num_cols: int
     batch_shape: tuple[int, int]
     right_batch_shape: tuple[int, int]
 
 
-def _sizes(shape: HeadShape) -> _Sizes:
+def _matrix_sizes(shape: HeadShape) -> _MatrixSizes:
     """One E x E matrix per query head, grouped; one right factor per key head."""
     check_type("shape", shape, HeadShape, "a HeadShape")
     size, groups = shape.embed_dim, shape.num_kv_heads
@@ -55,8 +55,8 @@ def _sizes(shape: HeadShape) -> _Sizes:
     return {"num_rows": size, "num_cols": size, "batch_shape": batch, "right_batch_shape": (groups, 1)}
 
 
-def _check_options(scaling: object, rms_cap: object) -> None:
-    check_choice("scaling", scaling, get_args(ScoreScaling))
+def _check_options(score_scale: object, rms_cap: object) -> None:
+    check_choice("scaling", score_scale, get_args(ScoreScaling))
     check_bool("rms_cap", rms_cap)
 
 
@@ -103,7 +103,7 @@ class LowRank:
 
     def build(self, shape: HeadShape) -> ScoringModule:
         """The module with W_Q for every query head and W_K for every key head."""
-        sizes, rank = _sizes(shape), self.feature_dim(shape.embed_dim, shape.num_heads)
+        sizes, rank = _matrix_sizes(shape), self.feature_dim(shape.embed_dim, shape.num_heads)
         return LowRankScoring(LowRankMatrix(rank=rank, rms_cap=self.rms_cap, **sizes), shape, self.scaling)
 
 
@@ -135,7 +135,7 @@ class BTT:
 
     def build(self, shape: HeadShape) -> ScoringModule:
         """The module with one block tensor train per query head, right factors shared by key head."""
-        matrix = BlockTensorTrain(rank=self.rank, rms_cap=self.rms_cap, **_sizes(shape))
+        matrix = BlockTensorTrain(rank=self.rank, rms_cap=self.rms_cap, **_matrix_sizes(shape))
         return BilinearScoring(matrix, shape, self.scaling)
 
 
@@ -185,7 +185,7 @@ class MLR:
         """The module with one multi-level low-rank matrix per query head, right factors shared by key
         head.
         """
-        matrix = MultiLevelLowRank(ranks=self.ranks, rms_cap=self.rms_cap, **_sizes(shape))
+        matrix = MultiLevelLowRank(ranks=self.ranks, rms_cap=self.rms_cap, **_matrix_sizes(shape))
         return MLRScoring(matrix, shape, self.scaling, self.divide_by_levels)
 
 
@@ -229,7 +229,7 @@ class Matrix:
         """The module with one matrix per query head; right factors shared by key head where the structure has
         any.
         """
-        sizes = _sizes(shape)
+        sizes = _matrix_sizes(shape)
         if isinstance(self.matrix, StructuredMatrix):
             return BilinearScoring(_copies(self.matrix, shape), shape, self.scaling)
         matrix = Structure.of(self.matrix).build(rms_cap=self.rms_cap, **sizes)

@@ -204,15 +204,15 @@ class OneNormScoring(ScoringModule):
     Args:
         matrix: M.
         shape: of the layer.
-        scaling: of the scores, where no layout gives it.
+        score_scale: how scores are scaled, where no layout gives it.
     """
 
     fixed_order: ClassVar[Order]
     mup_scale: ClassVar[int]
 
-    def __init__(self, matrix: StructuredMatrix, shape: HeadShape, scaling: ScoreScaling) -> None:
+    def __init__(self, matrix: StructuredMatrix, shape: HeadShape, score_scale: ScoreScaling) -> None:
         super().__init__(matrix, shape)
-        self.scaling = scaling
+        self.score_scale = score_scale
         size = self.feature_dim
         self.q_norm = nn.LayerNorm(size, bias=shape.bias) if shape.norm else nn.Identity()
         self.k_norm = nn.LayerNorm(size, bias=shape.bias) if shape.norm else nn.Identity()
@@ -233,7 +233,7 @@ class OneNormScoring(ScoringModule):
         return min(self.matrix.orders, key=lambda order: self.num_key_heads(order) * self.matrix.pair_dim(order))
 
     def scaled(self, query: Tensor) -> tuple[Tensor, float]:
-        return query, self.feature_dim**-0.5 if self.scaling == "variance" else self.mup_scale / self.feature_dim
+        return query, self.feature_dim**-0.5 if self.score_scale == "variance" else self.mup_scale / self.feature_dim
 
     def keys(self, context: Tensor, order: Order) -> Tensor:
         match order:
@@ -293,7 +293,7 @@ class MLRScoring(ScoringModule):
     matrix: MultiLevelLowRank
 
     def __init__(
-        self, matrix: MultiLevelLowRank, shape: HeadShape, scaling: ScoreScaling, divide_by_levels: bool
+        self, matrix: MultiLevelLowRank, shape: HeadShape, score_scale: ScoreScaling, divide_by_levels: bool
     ) -> None:
         super().__init__(matrix, shape)
         sizes = matrix.feature_sizes if shape.norm else ()
@@ -301,7 +301,7 @@ class MLRScoring(ScoringModule):
         self.k_norms = nn.ModuleList(nn.LayerNorm(size, bias=shape.bias) for size in sizes)
         share = 1 / len(matrix.ranks) if divide_by_levels else 1.0
         self.level_scales = [
-            share * (size**-0.5 if scaling == "variance" else 8 / size) for size in matrix.feature_sizes
+            share * (size**-0.5 if score_scale == "variance" else 8 / size) for size in matrix.feature_sizes
         ]
 
     @property

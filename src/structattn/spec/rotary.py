@@ -6,24 +6,24 @@ from __future__ import annotations
 
 from structattn.checks import check_type
 from structattn.errors import ConfigError
-from structattn.layers.rotary import SCALING_KINDS, Rotary, RotaryScaling
+from structattn.layers.rotary import ROPE_SCALINGS, Rotary, RotaryScaling
 from structattn.spec.grammar import assignment, number, one_of, read_options, reading, whole, word
 
 _FORM = "Written SPLIT[,base=B][,linear=S | ,ntk=S | ,yarn=S@LENGTH], such as low_far,base=500000,ntk=4"
-_SCALING_FORM = "Written linear=S, ntk=S or yarn=S@LENGTH, such as ntk=4"
+_ROPE_SCALING_FORM = "Written linear=S, ntk=S or yarn=S@LENGTH, such as ntk=4"
 
 
 def parse_rotary_scaling(text: str) -> RotaryScaling:
     """See ``RotaryScaling.parse``."""
     check_type("a rotary scaling", text, str, "text such as 'ntk=4'")
-    with reading("rotary scaling", text, _SCALING_FORM):
-        return _scaling(*assignment(text))
+    with reading("rotary scaling", text, _ROPE_SCALING_FORM):
+        return _rope_scaling(*assignment(text))
 
 
-def _scaling(kind: str, value: str) -> RotaryScaling:
+def _rope_scaling(kind: str, value: str) -> RotaryScaling:
     factor, at, length = value.partition("@")
     return RotaryScaling(
-        kind=one_of("rotary scaling", SCALING_KINDS)(kind),
+        kind=one_of("rotary scaling", ROPE_SCALINGS)(kind),
         factor=number(factor),
         original_length=whole(length) if at else None,
     )
@@ -34,12 +34,12 @@ def parse_rotary(text: str) -> Rotary:
     check_type("Rotary", text, str, "text such as 'low_far'")
     with reading("rotary", text, _FORM):
         split, *texts = (part.strip() for part in text.split(","))
-        options = read_options(texts, {"base": number, **dict.fromkeys(SCALING_KINDS, str)})
+        options = read_options(texts, {"base": number, **dict.fromkeys(ROPE_SCALINGS, str)})
         base = options.pop("base", Rotary.base)
         if len(options) > 1:
             raise ConfigError("the scaling is given twice")
-        scalings = [_scaling(kind, value) for kind, value in options.items()]
-        return Rotary(base=base, split=split, scaling=scalings[0] if scalings else None)  # type: ignore[arg-type]
+        rope_scalings = [_rope_scaling(kind, value) for kind, value in options.items()]
+        return Rotary(base=base, split=split, scaling=rope_scalings[0] if rope_scalings else None)  # type: ignore[arg-type]
 
 
 def format_rotary_scaling(scaling: RotaryScaling) -> str:

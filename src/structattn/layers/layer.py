@@ -87,7 +87,7 @@ class SequenceCost:
 class AttentionLayer(nn.Module):
     """A module (B, T, E) to (B, T, E) that mixes the tokens of a sequence.
 
-    A class of its own defines ``mix``, and assigns ``out_proj`` in its ``__init__``. The rest is optional:
+    A subclass defines ``mix``, and assigns ``out_proj`` in its ``__init__``. The rest is optional:
 
     * ``cost`` counts the FLOPs of a forward pass by default.
     * ``new_cache``, and with it ``forward`` and ``check_cache``. Without a cache, ``generate`` computes the
@@ -158,8 +158,7 @@ class AttentionLayer(nn.Module):
         cu_seqlens: Tensor | None = None,
         layout: Any = None,
     ) -> Tensor:
-        """``out_proj`` of ``mix``: of packed sequences one after the other, of padded ones without their
-        padding.
+        """``out_proj`` of ``mix``: of packed sequences, concatenated; of padded ones without their padding.
 
         Args:
             x: (B, T, E).

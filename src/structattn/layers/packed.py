@@ -13,7 +13,7 @@ from structattn.ops.terms import ScoreTerms
 
 
 def attend_packed(attention: Attention, cache: PackedCache, layer: int, x: Tensor, positions: Tensor) -> Tensor:
-    """``attention`` of new tokens of many requests, one after the other: (1, T, E) to (1, T, E).
+    """``attention`` of new tokens of many requests, concatenated: (1, T, E) to (1, T, E).
 
     Args:
         attention: the module, without dropout.

@@ -158,8 +158,8 @@ def bounded_levels(attention: Attention, max_length: int) -> BoundedLevels:
 def export_decoder(model: LanguageModel, *, max_length: int, batch_size: int | None = None) -> DecoderPrograms:
     """Exports a language model with its compressed cache as state: tensors in, tensors out.
 
-    Rows may have different lengths. A row may be replaced by another one between two steps, since each has a
-    position of its own.
+    Rows may have different lengths. A row may be replaced by another one between two steps, since each has
+    its own position.
 
     Args:
         model: its weights, dtype and device are those of the programs.

@@ -228,8 +228,8 @@ class Transformer(nn.Module):
         left_padding: Tensor | None,
         cu_seqlens: Tensor | None,
     ) -> None:
-        """Raises in every process where the call of one is wrong, or is another call: what one process raises
-        alone, the others wait for.
+        """Raises in every process where the call of one is wrong, or is another call: if only that
+        process raised, the others would wait for it.
         """
         check_type("shard", shard, SequenceShard, "a sa.parallel.SequenceShard of the mesh and the tokens in all")
         error: StructAttnError | None = None

@@ -218,7 +218,7 @@ class ContextParallel:
         cu_seqlens: Tensor | None,
         return_lse: bool,
     ) -> Call:
-        """The call, in so far as this process can check it by itself."""
+        """The call, as far as this process can check it by itself."""
         checks.check_options(self.layout, terms, pairs, return_lse)
         checks.check_tensors(q, k, v)
         if q.shape[2] != k.shape[2]:

@@ -126,7 +126,7 @@ def attention_to_span(
 
 
 def _dense(plan: ExchangePlan, level: int, call: Call, per_count: tuple[float, ...]) -> Call:
-    """The options where all pairs are visible and share so many levels."""
+    """The options where all pairs are visible and share ``level`` levels."""
     one_level = LevelLayout((sum(plan.layout.ranks[:level]),), (2**30,))
     return replace(call.with_terms(scale=per_count[level - 1]), layout=one_level, is_causal=False, window=None)
 

@@ -93,7 +93,7 @@ class SequenceShard:
 
         Args:
             left_padding: (B,), as in ``structured_attention``, the same in every process. Each row is then a
-                call of its own: keys travel B times as often, and as many bytes in all.
+                separate call: keys travel B times as often, and as many bytes in all.
 
         Raises:
             ConfigError: left padding together with ``cu_seqlens``, or with a layout whose rows have different
@@ -108,7 +108,7 @@ class SequenceShard:
             )
         rows = []
         for row, count in enumerate(left_padding.tolist()):
-            # Padding is a packed sequence of its own: positions and blocks are counted from the first real
+            # Padding is a separate packed sequence: positions and blocks are counted from the first real
             # token.
             inside = 0 < count < self.num_tokens
             options["cu_seqlens"] = torch.tensor([0, count, self.num_tokens], device=q.device) if inside else None

@@ -89,8 +89,8 @@ def tensor_parallel_plan(model: nn.Module, mesh: DeviceMesh) -> dict[str, Parall
                 plan[_joined(path, "read_out")] = ColwiseParallel(output_layouts=Replicate())
             continue
         divided = _joined(path, "")
-    for places in ties.values():
-        names = [_joined(paths[owner], name) for owner, name in places]
+    for owners in ties.values():
+        names = [_joined(paths[owner], name) for owner, name in owners]
         if any(
             name.startswith(_joined(path, "")) and style is not replicated
             for name in names
@@ -106,7 +106,7 @@ def _joined(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-# Where a parameter is, for all places of those that have several.
+# All owners of each parameter that has several, by each of them.
 Ties = dict[tuple[nn.Module, str], list[tuple[nn.Module, str]]]
 
 

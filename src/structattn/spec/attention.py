@@ -198,7 +198,7 @@ def add_form(name: str, form: Form) -> None:
         form: whose ``make`` returns a ``CustomAttention``, or fields of an ``AttentionSpec`` by name.
 
     Raises:
-        ConfigError: the name cannot stand in a spec, or is that of another form.
+        ConfigError: the name cannot be used in a spec, or is that of another form.
 
     Example:
         >>> add_form("mean", Form("mean", "mean", "the mean of all tokens before", make=MeanAttention))

@@ -66,7 +66,7 @@ class PooledLayer(KeyValueLayer):
     M - 1) + max(0, T - W) // M) numbers. A block costs 6 G D M FLOPs, once.
 
     Source: DeepSeek-AI 2026, "DeepSeek-V4", section 2.3.2, heavily compressed attention: blocks without
-    overlap, the softmax of a linear function of the token and a bias of its place, norm and rotation after
+    overlap, the softmax of a linear function of the token and a bias of its position, norm and rotation after
     the mean. There each dimension has its own weights, keys are values, and a complete block in the window
     has its summary too. Yuan et al. 2025, "Native Sparse Attention", arXiv 2502.11089, on token compression,
     has a small network of the block in place of the mean; its selection of blocks to read in full is left out

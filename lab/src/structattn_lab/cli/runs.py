@@ -28,7 +28,7 @@ class EvaluateCommand:
     run: tyro.conf.Positional[RunFolder]
     """Folder that `structattn train` wrote."""
     data: Path | None = None
-    """The current place of its training data, if they were moved."""
+    """The current path of its training data, if they were moved."""
     cache: bool = False
     """text: also score it through the key/value cache, and print the difference."""
 

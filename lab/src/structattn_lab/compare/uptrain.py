@@ -31,7 +31,7 @@ from structattn_lab.training.finished import read_finished
 
 MODEL, CORPUS, RESULTS = "model", "corpus", "results"
 _TASK = "uptraining"
-# Of the steps, on attention alone; what was tried is in docs/results/uptraining.md.
+# Of the steps, on attention only; what was tried is in docs/results/uptraining.md.
 _ATTENTION_SHARE = 0.8
 
 # A text of one or few files is cut: whole documents are held out, so there must be some for validation and
@@ -103,7 +103,7 @@ def uptrain(
             model.
         learning_rate: the highest. The best one falls with the width: 2e-3 at width 256 in
             docs/results/uptraining.md; no large model was measured.
-        lora_rank: train adapters of this rank on attention alone, merged at the end. Default 0: all weights.
+        lora_rank: train adapters of this rank on attention only, merged at the end. Default 0: all weights.
         attention: the student, instead of ``compression``: a form of the task ``uptraining``, such as
             ``"mlr:32|16|16,values=32|16|16"`` for a model whose heads have 64 dimensions, to which the ranks
             of keys and those of values sum.

@@ -250,11 +250,11 @@ def _numbers_inside(matrix: StructuredMatrix, product: Callable[[Tensor], Tensor
 
     def pack(tensor: Tensor) -> Tensor:
         nonlocal views
-        place = tensor.untyped_storage()._cdata  # a tensor without memory has no data pointer
-        if place == x.untyped_storage()._cdata:
+        storage = tensor.untyped_storage()._cdata  # a tensor without memory has no data pointer
+        if storage == x.untyped_storage()._cdata:
             views += tensor.numel()
-        elif not any(place == p.untyped_storage()._cdata for p in matrix.parameters()):
-            storages[place] = tensor
+        elif not any(storage == p.untyped_storage()._cdata for p in matrix.parameters()):
+            storages[storage] = tensor
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):

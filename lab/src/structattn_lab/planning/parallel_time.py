@@ -206,10 +206,10 @@ def _divided(layer: Layer, lengths: tuple[int, ...], order: Order) -> _Work:
     shards, holders = divided(lengths, order)
     flops, keys = _flops(layer, shards), _sent_keys(layer, lengths, order)
     none = torch.zeros_like(keys)
-    places = torch.tensor(holders)
+    processes = torch.tensor(holders)
     local, spans = (torch.zeros(2, len(lengths), dtype=torch.float64) for _ in range(2))
-    local.index_add_(1, places, flops.diagonal(dim1=1, dim2=2))
-    spans.index_add_(1, places, flops.sum(2) - flops.diagonal(dim1=1, dim2=2))
+    local.index_add_(1, processes, flops.diagonal(dim1=1, dim2=2))
+    spans.index_add_(1, processes, flops.sum(2) - flops.diagonal(dim1=1, dim2=2))
     return _Work(lengths, local, spans, torch.zeros_like(local), (keys, none), (none, keys.T))
 
 

@@ -69,12 +69,12 @@ def sequence_traffic(
     Cost: O(layers N^2) where all layers differ; equal layers are counted once.
     """
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    attentions = [block.scored_attention for block in model.trunk.layers]
-    if any(isinstance(attention.layout, GlobalWindowLayout) for attention in attentions):
+    scored_layers = [block.scored_attention for block in model.trunk.layers]
+    if any(isinstance(attention.layout, GlobalWindowLayout) for attention in scored_layers):
         return None
     by_kind: dict[tuple[object, ...], tuple[int, int, int]] = {}
     kinds = []
-    for attention in attentions:
+    for attention in scored_layers:
         sizes = _Sizes.of(attention)
         kinds.append((sizes, attention.window))
         if kinds[-1] not in by_kind:

@@ -32,7 +32,7 @@ class GridPosition:
 
 
 def position_of(row: GridPosition) -> GridPosition:
-    """The position alone, of a row."""
+    """Only the position, of a row."""
     return GridPosition(**{field.name: getattr(row, field.name) for field in fields(GridPosition)})
 
 

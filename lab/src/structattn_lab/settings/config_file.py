@@ -151,7 +151,7 @@ def _read_yaml(path: Path, text: str) -> _Found:
 
 def _yaml_section(path: Path, section: Any, prefix: str, seen: set[int]) -> _Found:
     if id(section) in seen:
-        raise ConfigError(f"{_place(path, _line(section))}: a section stands in two places: write it out")
+        raise ConfigError(f"{_place(path, _line(section))}: a section is in two places: write it out")
     seen.add(id(section))
     _check_tag(path, section)
     for key, node in section.value:

@@ -19,7 +19,7 @@ def check_tracker(name: str) -> None:
         return
     tracking: Any = import_module("accelerate.tracking")
     check_choice("training.tracker", name, (NONE, *tracking.LOGGER_TYPE_TO_CLASS))
-    # Trackers that a user registers with accelerate have no type of its own.
+    # Trackers that a user registers with accelerate have no type here.
     if name in tracking.LoggerType.list() and name not in map(str, tracking.get_available_trackers()):
         raise MissingDependencyError(
             f"training.tracker={name}: {name} is not installed. pip install {name.replace('_', '-')}, or choose "

@@ -67,7 +67,7 @@ def sweep(
     from structattn_lab.report.sweep import page
     from structattn_lab.sweep.trials import run_trials
 
-    plan = replace(plan)  # with tasks of its own: the data may have changed since another sweep
+    plan = replace(plan)  # with separate tasks: the data may have changed since another sweep
     task = plan.tasks(plan.settings.task)
     identity = plan.identity()
     identity["settings"] |= task.identity(identity["settings"]["task"])

@@ -143,7 +143,7 @@ class Task(ABC):
 
     @classmethod
     def with_data_path(cls, config: dict[str, Any], path: str | None) -> dict[str, Any]:
-        """The same settings, as plain data, with the data at another place."""
+        """The same settings, as plain data, with the data at another path."""
         changed = copy.deepcopy(config)
         section, name = cls._data_setting(changed)
         if name:

@@ -16,7 +16,7 @@ _MOST = 32  # tasks with different settings that are kept
 class TaskFactory:
     """Makes the task of settings, once for all runs that share them: reading its data may take minutes.
 
-    Sent to another process, it has the class and the package alone: that process makes its own tasks.
+    Sent to another process, it has only the class and the package: that process makes its own tasks.
 
     Args:
         kind: the class of the task.

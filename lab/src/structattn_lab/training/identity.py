@@ -48,9 +48,9 @@ def check_identity(saved: dict[str, Any], wanted: dict[str, Any], task: Task, fo
             f"the data have changed since the run in {folder} was started: restore them, or use another folder"
         )
     identity: dict[str, Any] = {name: saved.get(name) for name in wanted} | {"config": config, "data": data}
-    place = task.data_path(wanted["task_config"])
-    if saved.get("data") and place is not None:  # the same data may have been moved
-        identity["task_config"] = task.with_data_path(identity["task_config"], place)
+    path = task.data_path(wanted["task_config"])
+    if saved.get("data") and path is not None:  # the same data may have been moved
+        identity["task_config"] = task.with_data_path(identity["task_config"], path)
     _check_settings(identity, wanted, str(folder))
 
 

@@ -18,13 +18,13 @@ from structattn_lab.tasks.forecast.baseline_models import PREFIX
 from structattn_lab.tasks.forecast.future import Forecast
 
 _MOST_PANELS = 12
-_TWO_COLUMNS = 4  # from so many panels on
+_TWO_COLUMNS = 4  # from this number of panels on
 _FEWEST_STEPS = 48  # of the past
 _FEW_STEPS = 3  # which lines and bands hardly show
 
 
 def name_of(spec: str) -> str:
-    """The name of a spec in figures: a baseline model is known by its name alone."""
+    """The name of a spec in figures: of a baseline model only its name."""
     return spec.removeprefix(PREFIX)
 
 

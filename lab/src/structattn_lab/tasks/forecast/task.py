@@ -218,7 +218,7 @@ class ForecastTask(Task):
     def kept_with_run(self, model: nn.Module) -> Kept:
         """See ``Kept``."""
         forecast, truth = self._forecast(model, "validation")
-        # One column after the other: a copy of all errors may take much memory.
+        # Column by column: a copy of all errors may take much memory.
         of_columns = zip(forecast.unbind(1), truth.unbind(1), strict=True)
         widths = [conformal_widths((predicted - true).abs(), PERCENTS) for predicted, true in of_columns]
         return self._kept(widths=torch.stack(widths, dim=1), windows=torch.tensor(len(truth)))

@@ -101,24 +101,24 @@ class Kind(ABC):
 
     @abstractmethod
     def place(self, count: int, rng: Generator) -> Placement:
-        """Places for the pairs and queries of ``count`` sequences."""
+        """Positions of the pairs and queries of ``count`` sequences."""
 
-    def write(self, tokens: Tensor, places: Tensor, keys: Tensor, values: Tensor, words: Vocabulary) -> None:
+    def write(self, tokens: Tensor, positions: Tensor, keys: Tensor, values: Tensor, words: Vocabulary) -> None:
         """Writes pairs into the tokens."""
-        tokens.scatter_(1, places, keys).scatter_(1, places + 1, values)
+        tokens.scatter_(1, positions, keys).scatter_(1, positions + 1, values)
 
 
 class Associative(Kind):
-    """N pairs and their queries at random places, which do not overlap.
+    """N pairs and their queries at random positions, which do not overlap.
 
-    A distance is drawn, then one of the places where it has room; where it has none, another distance is
+    A distance is drawn, then one of the positions where it has room; where it has none, another distance is
     drawn. There is always room for some distance while 6 N <= T: fewer than T / 3 spans of two tokens always
     leave two tokens free side by side.
     """
 
     def place(self, count: int, rng: Generator) -> Placement:
         free = torch.ones(count, self.context_length + 1, dtype=torch.bool)
-        places = torch.arange(self.context_length)
+        positions = torch.arange(self.context_length)
         pairs = torch.zeros(count, self.num_pairs, dtype=torch.long)
         distances = torch.zeros_like(pairs)
         for number in range(self.num_pairs):
@@ -126,7 +126,7 @@ class Associative(Kind):
             while len(rows):
                 drawn = log_uniform(self.longest, len(rows), rng)
                 room = free[rows, :-1] & free[rows, 1:]  # for two tokens, by the first
-                queries = places + 1 + drawn[:, None]
+                queries = positions + 1 + drawn[:, None]
                 fits = room & room.gather(1, queries.clamp(max=self.longest + 1)) & (queries <= self.longest + 1)
                 pick = (fits * (1 - torch.rand(fits.shape, generator=rng))).argmax(1)
                 has_room = fits.any(1)
@@ -146,9 +146,9 @@ class Joined(Associative):
 
     has_joined_pairs = True
 
-    def write(self, tokens: Tensor, places: Tensor, keys: Tensor, values: Tensor, words: Vocabulary) -> None:
+    def write(self, tokens: Tensor, positions: Tensor, keys: Tensor, values: Tensor, words: Vocabulary) -> None:
         """See ``Kind``."""
-        tokens.scatter_(1, places + 1, words.pair(keys, values))
+        tokens.scatter_(1, positions + 1, words.pair(keys, values))
 
 
 class Passkey(Kind):

@@ -42,7 +42,7 @@ class RecallConfig:
     """The sequences and the model.
 
     Args:
-        kind: ``"associative"``: pairs of a key and a value at random places, and later each key once more,
+        kind: ``"associative"``: pairs of a key and a value at random positions, and later each key once more,
             where the model is asked for the value; ``"joined"``: the same, with each pair as one token, which
             is learned in much fewer steps; or ``"passkey"``: one pair, always of the same key, which the last
             token asks for.

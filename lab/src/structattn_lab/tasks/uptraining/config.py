@@ -31,7 +31,7 @@ class UptrainConfig:
         rotary_split: which rotary pairs level 1 gets, see ``structurize``. With ``"calibrated"`` a spec
             without a scaling has the one that this needs, ``standard``.
         calibration_windows: windows of the training text by which the teacher is calibrated.
-        attention_steps: the first steps train attention alone: each layer gets the teacher's inputs and
+        attention_steps: the first steps train only attention: each layer gets the teacher's inputs and
             learns the teacher's outputs.
         distillation: weight of the Kullback-Leibler divergence from the teacher's predictions in the loss of
             all later steps; the cross entropy of the text has the rest. 0: the teacher is not asked.

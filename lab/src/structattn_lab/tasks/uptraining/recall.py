@@ -97,7 +97,7 @@ def recall(
 ) -> dict[int, float]:
     """The share of right first guesses in the second passage, by the distance between the two.
 
-    A passage replaces tokens of a window of text, once at a random place and once ``distance`` later.
+    A passage replaces tokens of a window of text, once at a random position and once ``distance`` later.
 
     Args:
         predict: logits (B, T, V) of tokens (B, T).
@@ -117,11 +117,11 @@ def recall(
         made = generator("recall", distance)
         drawn = passages.draw(count, made)
         first = torch.randint(length - distance - size + 1, (count,), generator=made)
-        places = first[:, None] + torch.arange(size)
+        positions = first[:, None] + torch.arange(size)
         tokens = windows.clone()
-        for start in (places, places + distance):
+        for start in (positions, positions + distance):
             tokens.scatter_(1, start, drawn)
         guesses = torch.cat([predict(part).argmax(-1).cpu() for part in tokens.split(16)])
-        right = guesses.gather(1, (places + distance)[:, scored] - 1) == drawn[:, scored]
+        right = guesses.gather(1, (positions + distance)[:, scored] - 1) == drawn[:, scored]
         shares[distance] = float(right.double().mean())
     return shares

@@ -62,7 +62,7 @@ class Student(nn.Module):
 
 
 def with_adapters(model: Any, layers: list[nn.Module], rank: int) -> Any:
-    """The model with low-rank adapters (LoRA) on the linear layers of attention, which alone are trained.
+    """The model with low-rank adapters (LoRA) on the linear layers of attention, and only these are trained.
 
     Raises:
         MissingDependencyError: peft is not installed.

@@ -158,7 +158,7 @@ class Window:
     sinks: int = 4
 
     def build(self, model: Any, calibrate: Calibrate, split: Split, length: int) -> Any:
-        mask = torch.eye(2, dtype=torch.bool).expand(2, 1, -1, -1)  # both tokens see themselves alone
+        mask = torch.eye(2, dtype=torch.bool).expand(2, 1, -1, -1)  # both tokens see only themselves
         try:
             with torch.no_grad():
                 last = model(input_ids=torch.tensor([[0, 2], [1, 2]]), attention_mask=mask, use_cache=False).logits[

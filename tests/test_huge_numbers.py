@@ -10,9 +10,8 @@ import torch
 
 import structattn as sa
 from structattn.errors import ConfigError, StructAttnError
+from structattn.matrices import FAMILIES, Structure
 from structattn.spec.attention import all_forms
-from structattn.spec.structure import FORMS as STRUCTURES
-from structattn.spec.structure import parse_structure
 
 HUGE = ("100000", "1000000000", "9" * 20, "9" * 400)
 
@@ -47,9 +46,9 @@ def test_of_an_attention_spec(spec) -> None:
     run(make)
 
 
-@pytest.mark.parametrize("text", written(form.example for form in STRUCTURES.values()))
+@pytest.mark.parametrize("text", written(family.example for family in FAMILIES.values()))
 def test_of_a_structure(text) -> None:
-    run(lambda: sa.StructuredLinear(64, 64, parse_structure(text))(torch.zeros(1, 64)))
+    run(lambda: sa.StructuredLinear(64, 64, Structure.parse(text))(torch.zeros(1, 64)))
 
 
 @pytest.mark.parametrize(

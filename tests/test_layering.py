@@ -46,6 +46,7 @@ LIBRARY = Package(
         "extras": 0,
         "checks": 1,
         "extensions": 1,
+        "grammar": 2,  # of all text forms
         "files": 2,
         "memory": 2,
         "seeds": 2,

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from structattn.cli import main
 from structattn.errors import ConfigError
 from structattn.extras import install_command
-from structattn.spec.grammar import split_specs
+from structattn.grammar import split_specs
 from structattn.testing.tolerances import SAME_MODEL
 from structattn_lab.records.common import read_file, to_json
 from structattn_lab.records.run import Progress

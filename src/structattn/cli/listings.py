@@ -10,6 +10,7 @@ from typing import get_args
 
 import torch
 
+from structattn import extensions
 from structattn.errors import BackendUnavailableError, StructAttnError
 from structattn.layers.build_attention import build_attention
 from structattn.layers.layer import LayerShape
@@ -31,9 +32,15 @@ def structures() -> str:
     """The text forms of structured matrices, with parameters and cost."""
     size = 256
     rows = []
+    extensions.import_modules()
     for family in FAMILIES.values():
-        with torch.device("meta"):
-            m = Structure.parse(family.example).build(size, size)
+        try:
+            with torch.device("meta"):
+                m = Structure.parse(family.example).build(size, size)
+        except StructAttnError as error:  # one of another package, which need not exist at this size
+            logger.warning("the structure %r: %s", family.example, error)
+            rows.append((family.syntax, family.example, _NONE, _NONE, _NONE, family.meaning))
+            continue
         counts = (f"{m.num_params:,}", f"{m.flops:,}", str(m.rank_bound))
         rows.append((family.syntax, family.example, *counts, family.meaning))
     header = ("form", "example", "params", "FLOPs", "rank", "meaning")

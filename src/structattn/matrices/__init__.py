@@ -5,12 +5,13 @@ from structattn.matrices.btt import BlockTensorTrain, Monarch
 from structattn.matrices.butterfly import Butterfly
 from structattn.matrices.elementary import Dense, Kronecker, LowRank
 from structattn.matrices.factored import FactoredMatrix
+from structattn.matrices.family import Family, TextValue
 from structattn.matrices.fit.fit import Fit, fit
 from structattn.matrices.fit.rank_allocation import allocate_ranks
 from structattn.matrices.kaleidoscope import Kaleidoscope
 from structattn.matrices.mlbtc import MLBTC
 from structattn.matrices.mlr import MultiLevelLowRank
-from structattn.matrices.structure import FAMILIES, Structure
+from structattn.matrices.structure import FAMILIES, Structure, register
 from structattn.matrices.terms import BlockTerm
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "Contraction",
     "Dense",
     "FactoredMatrix",
+    "Family",
     "Fit",
     "Kaleidoscope",
     "Kronecker",
@@ -30,6 +32,8 @@ __all__ = [
     "MultiLevelLowRank",
     "Structure",
     "StructuredMatrix",
+    "TextValue",
     "allocate_ranks",
     "fit",
+    "register",
 ]

@@ -10,9 +10,11 @@ from typing import Any
 
 from torch import nn
 
-from structattn.checks import check_size, check_sizes
+from structattn.checks import check_size, check_sizes, quoted
 from structattn.errors import ConfigError
+from structattn.grammar import positive, several
 from structattn.matrices.base import check_matrix_size
+from structattn.matrices.family import Family, TextValue
 from structattn.matrices.terms import BlockTerm, BlockTermSum
 
 
@@ -177,3 +179,24 @@ class Monarch(BlockTensorTrain):
     def num_blocks(self) -> tuple[int, int]:
         """(b, c)."""
         return self.row_dims[1], self.col_dims[0]
+
+
+def _read_blocks(text: str) -> tuple[int, ...]:
+    counts = several(positive, "x")(text)
+    if len(counts) != 2:
+        raise ConfigError(f"expected two numbers of blocks, such as 16x16, got {quoted(text)}")
+    return counts
+
+
+def _write_blocks(counts: tuple[int, int]) -> str:
+    return "x".join(map(str, counts))
+
+
+BTT = Family(BlockTensorTrain, "btt:S", "btt:1", "a block tensor train of rank S", TextValue("rank", positive))
+MONARCH = Family(
+    Monarch,
+    "monarch[:BxC]",
+    "monarch",
+    "a Monarch matrix with B left and C right blocks, about the root of the size by default",
+    TextValue("num_blocks", _read_blocks, _write_blocks, is_optional=True),
+)

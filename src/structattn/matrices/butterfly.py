@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from structattn.checks import check_size, check_sizes
 from structattn.errors import ConfigError
+from structattn.grammar import positive
 from structattn.matrices.factored import FactoredMatrix
+from structattn.matrices.family import Family, TextValue
 from structattn.matrices.feature_major import contiguous_features
 from structattn.memory import check_memory
 
@@ -342,3 +344,12 @@ class Butterfly(FactoredMatrix):
         """
         widths = [outer * inner * width for outer, inner, _, width in self._grid]
         return min(self.num_rows, *widths)
+
+
+FAMILY = Family(
+    Butterfly,
+    "butterfly[:S]",
+    "butterfly",
+    "a butterfly matrix of rank S (1 by default), one stage per prime factor of the size",
+    TextValue("rank", positive, is_optional=True),
+)

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from structattn.checks import check_size
+from structattn.grammar import positive
 from structattn.matrices.base import StructuredMatrix
 from structattn.matrices.btt import pair_of_dims
 from structattn.matrices.factored import FactoredMatrix
+from structattn.matrices.family import Family, TextValue
 from structattn.matrices.feature_major import contiguous_features
 
 
@@ -321,3 +323,12 @@ class Kronecker(FactoredMatrix):
         """min(a, c) min(b, d): the product of the ranks of the factors."""
         (a, b), (c, d) = self.row_dims, self.col_dims
         return min(a, c) * min(b, d)
+
+
+DENSE = Family(Dense, "dense", "dense", "a dense matrix")
+LOW_RANK = Family(
+    LowRank, "lowrank:R", "lowrank:64", "a low-rank matrix, R columns in each factor", TextValue("rank", positive)
+)
+KRONECKER = Family(
+    Kronecker, "kronecker", "kronecker", "a Kronecker product of two matrices of about the root of the size"
+)

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from structattn.checks import check_size
+from structattn.grammar import positive
 from structattn.matrices.butterfly import Butterfly, default_radices
 from structattn.matrices.factored import FactoredMatrix
+from structattn.matrices.family import Family, TextValue
 
 _MOST_PAIRS = 1024  # of butterflies, which are modules themselves
 
@@ -155,3 +157,12 @@ class Kaleidoscope(FactoredMatrix):
     def rank_bound(self) -> int:
         """The smallest rank bound of its butterflies."""
         return min(butterfly.rank_bound for butterfly in self.butterflies)
+
+
+FAMILY = Family(
+    Kaleidoscope,
+    "kaleidoscope[:W]",
+    "kaleidoscope",
+    "a product of W pairs of a butterfly and a transposed butterfly (1 by default)",
+    TextValue("width", positive, is_optional=True),
+)

@@ -4,16 +4,19 @@ Kronecker.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from structattn.checks import describe
+from structattn.checks import describe, quoted
 from structattn.errors import ConfigError
+from structattn.grammar import positive, several
 from structattn.matrices.base import StructuredMatrix, without_autocast
 from structattn.matrices.embedding import block_terms
+from structattn.matrices.family import Family, TextValue
 from structattn.matrices.terms import BlockTerm, BlockTermSum
 
 
@@ -112,3 +115,41 @@ class MLBTC(BlockTermSum):
         """
         total = sum(term.inner_dim // term.left_blocks for term in self.terms)
         return {**self.feature_fan_ins, **{f"left.{level}": total for level in range(len(self.terms))}}
+
+
+def _read_term(text: str) -> BlockTerm:
+    match = re.fullmatch("([1-9][0-9]*)x([1-9][0-9]*)x([1-9][0-9]*)(s?)", text)
+    if match is None:
+        raise ConfigError(
+            "expected terms BxCxF, and after them s for the stride permutation, such as 1x1x8|16x16x256s, got "
+            f"{quoted(text)}"
+        )
+    kind = "stride" if match[4] else "identity"
+    return BlockTerm(
+        left_blocks=positive(match[1]),
+        right_blocks=positive(match[2]),
+        inner_dim=positive(match[3]),
+        left_permutation=kind,  # type: ignore[arg-type]
+        right_permutation=kind,  # type: ignore[arg-type]
+    )
+
+
+def _write_term(term: BlockTerm) -> str:
+    kinds = {term.left_permutation, term.right_permutation}
+    if kinds not in ({"identity"}, {"stride"}):
+        raise ConfigError("MLBTC terms with mixed or free permutations have no text form: use the object itself")
+    stride = "s" if kinds == {"stride"} else ""
+    return f"{term.left_blocks}x{term.right_blocks}x{term.inner_dim}{stride}"
+
+
+def _write_terms(terms: Sequence[BlockTerm]) -> str:
+    return "|".join(map(_write_term, terms))
+
+
+FAMILY = Family(
+    MLBTC,
+    "mlbtc:BxCxF[s]|...",
+    "mlbtc:1x1x16|16x16x256s",
+    "a sum of block terms with B left and C right blocks and inner dimension F; s: stride permutation",
+    TextValue("terms", several(_read_term), _write_terms),
+)

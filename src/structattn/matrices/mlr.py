@@ -9,8 +9,10 @@ from torch import nn
 
 from structattn.checks import check_sizes
 from structattn.errors import ConfigError
+from structattn.grammar import positive, several
 from structattn.layout.checks import positive_ints
 from structattn.matrices.base import check_matrix_size
+from structattn.matrices.family import Family, TextValue
 from structattn.matrices.terms import BlockTerm, BlockTermSum
 
 
@@ -91,3 +93,12 @@ class MultiLevelLowRank(BlockTermSum):
     def initial_fan_ins(self) -> dict[str, int]:
         """Those of the features: the structure is a score first of all."""
         return self.feature_fan_ins
+
+
+FAMILY = Family(
+    MultiLevelLowRank,
+    "mlr:R|R|...",
+    "mlr:16|8|4|4",
+    "a multi-level low-rank matrix, one rank per level, 2^(l-1) blocks at level l",
+    TextValue("ranks", several(positive)),
+)

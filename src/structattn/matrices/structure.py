@@ -8,55 +8,61 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from structattn import text_forms
-from structattn.checks import check_bool, check_choice, check_sizes, describe, quoted
+from structattn import extensions
+from structattn.checks import check_bool, check_choice, check_sizes, check_type, describe, quoted
 from structattn.errors import ConfigError, nearest_name
+from structattn.grammar import check_name, read_term, reading
+from structattn.matrices import btt, butterfly, elementary, kaleidoscope, mlbtc, mlr
 from structattn.matrices.base import StructuredMatrix
-from structattn.matrices.btt import BlockTensorTrain, Monarch
-from structattn.matrices.butterfly import Butterfly
-from structattn.matrices.elementary import Dense, Kronecker, LowRank
 from structattn.matrices.factored import FactoredMatrix
-from structattn.matrices.kaleidoscope import Kaleidoscope
-from structattn.matrices.mlbtc import MLBTC
-from structattn.matrices.mlr import MultiLevelLowRank
+from structattn.matrices.family import Family
+
+_FAMILIES: dict[str, Family] = {
+    "dense": elementary.DENSE,
+    "lowrank": elementary.LOW_RANK,
+    "mlr": mlr.FAMILY,
+    "btt": btt.BTT,
+    "kronecker": elementary.KRONECKER,
+    "monarch": btt.MONARCH,
+    "butterfly": butterfly.FAMILY,
+    "kaleidoscope": kaleidoscope.FAMILY,
+    "mlbtc": mlbtc.FAMILY,
+}
+FAMILIES: Mapping[str, Family] = MappingProxyType(_FAMILIES)
 
 
-class Family(NamedTuple):
-    """One family of structured matrices.
+def register(name: str, family: Family) -> None:
+    """Adds a family of another package, for every reader of structures and specs in this process.
 
-    Attributes:
-        matrix: the class.
-        syntax, example: of its text form (``structattn.spec.structure``), for help texts and error messages.
-        meaning: in words.
+    Other processes, such as those of ``compare --jobs``, do not see it: call this at the import of a module
+    that ``STRUCTATTN_IMPORT`` names.
+
+    Args:
+        name: before the colon of its text form.
+        family: with a class that ``structattn.testing.matrix_case.MatrixCase`` can test.
+
+    Raises:
+        ConfigError: the name cannot stand in a spec, or is that of another family; or the class is no
+            ``StructuredMatrix``.
+
+    Example:
+        >>> register("diagonal", Family(Diagonal, "diagonal", "diagonal", "a diagonal matrix"))
     """
+    check_type("a family", family, Family, "a structattn.matrices.Family")
+    if not (isinstance(family.matrix, type) and issubclass(family.matrix, StructuredMatrix)):
+        raise ConfigError(f"the class of a family extends StructuredMatrix, got {describe(family.matrix)}")
+    check_name("a family", name)
+    if _FAMILIES.setdefault(name, family) is not family:
+        raise ConfigError(f"the family {name!r} is taken: choose another name")
 
-    matrix: type[StructuredMatrix]
-    syntax: str
-    example: str
-    meaning: str
 
-
-_MLR = "a multi-level low-rank matrix, one rank per level, 2^(l-1) blocks at level l"
-_KRONECKER = "a Kronecker product of two matrices of about the root of the size"
-_MONARCH = "a Monarch matrix with B left and C right blocks, about the root of the size by default"
-_BUTTERFLY = "a butterfly matrix of rank S (1 by default), one stage per prime factor of the size"
-_KALEIDOSCOPE = "a product of W pairs of a butterfly and a transposed butterfly (1 by default)"
-_MLBTC = "a sum of block terms with B left and C right blocks and inner dimension F; s: stride permutation"
-FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {
-        "dense": Family(Dense, "dense", "dense", "a dense matrix"),
-        "lowrank": Family(LowRank, "lowrank:R", "lowrank:64", "a low-rank matrix, R columns in each factor"),
-        "mlr": Family(MultiLevelLowRank, "mlr:R|R|...", "mlr:16|8|4|4", _MLR),
-        "btt": Family(BlockTensorTrain, "btt:S", "btt:1", "a block tensor train of rank S"),
-        "kronecker": Family(Kronecker, "kronecker", "kronecker", _KRONECKER),
-        "monarch": Family(Monarch, "monarch[:BxC]", "monarch", _MONARCH),
-        "butterfly": Family(Butterfly, "butterfly[:S]", "butterfly", _BUTTERFLY),
-        "kaleidoscope": Family(Kaleidoscope, "kaleidoscope[:W]", "kaleidoscope", _KALEIDOSCOPE),
-        "mlbtc": Family(MLBTC, "mlbtc:BxCxF[s]|...", "mlbtc:1x1x16|16x16x256s", _MLBTC),
-    }
-)
+def _families(name: object) -> Mapping[str, Family]:
+    """All families; a name that is not known may be that of a module that the environment names."""
+    if isinstance(name, str) and name not in FAMILIES:
+        extensions.import_modules()
+    return FAMILIES
 
 
 _SHARED = {"num_rows", "num_cols", "batch_shape", "right_batch_shape", "rms_cap"}
@@ -82,7 +88,7 @@ class Structure:
         def __init__(self, family: str, options: Sequence[tuple[str, Any]] = ()) -> None: ...
 
     def __post_init__(self) -> None:
-        check_choice("structure", self.family, FAMILIES)
+        check_choice("structure", self.family, _families(self.family))
         pairs = self.options
         if not isinstance(pairs, tuple | list) or not all(
             isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs
@@ -111,7 +117,14 @@ class Structure:
         Raises:
             ConfigError: an unknown family or wrong numbers; the message shows the form.
         """
-        return text_forms.read(cls, text)
+        check_type("a structure", text, str, "text such as 'btt:1'")
+        name = text.strip().partition(":")[0]
+        forms = {family: entry.form for family, entry in _families(name).items()}
+        known = forms.get(name)
+        help_text = known.help if known else "A structure is a family and its numbers, such as btt:1"
+        with reading("structure", text, help_text):
+            family, arguments = read_term(text, forms)
+            return cls(family, tuple(arguments.items()))
 
     @classmethod
     def of(cls, value: Structure | str) -> Structure:
@@ -151,4 +164,10 @@ class Structure:
 
     def __str__(self) -> str:
         """The text form; raises ``ConfigError`` for options that it cannot say."""
-        return text_forms.write(self)
+        value, options = FAMILIES[self.family].value, dict(self.options)
+        text = self.family
+        if value is not None and value.argument in options:
+            text += f":{value.write(options[value.argument])}"
+        if self.parse(text) != self:
+            raise ConfigError(f"{self.family} with the options {options} has no text form: use the object itself")
+        return text

@@ -3,13 +3,11 @@
 """
 
 from structattn import text_forms
+from structattn.grammar import Form, flag, named, number, one_of, optional, positive, several, whole, write_term
 from structattn.layers.attention_spec import AttentionSpec
 from structattn.layers.rotary import Rotary, RotaryScaling
-from structattn.matrices import Structure
 from structattn.spec import rotary
 from structattn.spec.attention import add_form, format_spec, parse_spec
-from structattn.spec.grammar import Form, flag, named, number, one_of, optional, positive, several, whole, write_term
-from structattn.spec.structure import format_structure, parse_structure
 
 __all__ = [
     "AttentionSpec",
@@ -28,6 +26,5 @@ __all__ = [
 ]
 
 text_forms.register(AttentionSpec, parse_spec, format_spec)
-text_forms.register(Structure, parse_structure, format_structure)
 text_forms.register(Rotary, rotary.parse_rotary, rotary.format_rotary)
 text_forms.register(RotaryScaling, rotary.parse_rotary_scaling, rotary.format_rotary_scaling)

@@ -17,19 +17,9 @@ from typing import Any, get_args
 from structattn import extensions
 from structattn.checks import check_type, describe, quoted
 from structattn.errors import ConfigError, NotRegisteredError, StructAttnError, in_words
-from structattn.layers.attention_spec import AttentionSpec
-from structattn.layers.layer import CustomAttention
-from structattn.layers.scoring import BTT, MLR, LowRank, Matrix
-from structattn.layers.scoring_modules import ScoreScaling
-from structattn.layout.global_window import GlobalWindowLayout
-from structattn.layout.halving import Halving
-from structattn.layout.levels import LevelLayout
-from structattn.layout.scaling import SCALINGS
-from structattn.layout.text import UNITS, TextLayout
-from structattn.matrices import Structure
-from structattn.spec import structure
-from structattn.spec.grammar import (
+from structattn.grammar import (
     Form,
+    check_name,
     flag,
     named,
     one_of,
@@ -41,6 +31,16 @@ from structattn.spec.grammar import (
     word,
     write_term,
 )
+from structattn.layers.attention_spec import AttentionSpec
+from structattn.layers.layer import CustomAttention
+from structattn.layers.scoring import BTT, MLR, LowRank, Matrix
+from structattn.layers.scoring_modules import ScoreScaling
+from structattn.layout.global_window import GlobalWindowLayout
+from structattn.layout.halving import Halving
+from structattn.layout.levels import LevelLayout
+from structattn.layout.scaling import SCALINGS
+from structattn.layout.text import UNITS, TextLayout
+from structattn.matrices import FAMILIES, Structure
 
 __all__ = ["FORMS", "AttentionSpec", "Halving", "describe_spec", "format_spec", "parse_spec"]
 
@@ -100,7 +100,7 @@ def _sliding(ranks: Any, windows: Any, scaling: Any = "variance", values: Any = 
 
 def _bilinear(name: str) -> Form:
     """The form ``bilinear-FAMILY`` of a family without a scoring class."""
-    family = structure.FORMS[name]
+    family = FAMILIES[name].form
 
     def make(**arguments: Any) -> dict[str, Any]:
         options = {option: arguments.pop(option) for option in _SCORING if option in arguments}
@@ -152,7 +152,7 @@ FORMS: dict[str, Form] = {
         options={**_SCORING, "divide_by_levels": flag},
         make=lambda **arguments: {"scoring": MLR(**arguments)},
     ),
-    **{f"bilinear-{name}": _bilinear(name) for name in structure.FORMS if name not in _OWN_SCORING},
+    **{f"bilinear-{name}": _bilinear(name) for name in FAMILIES if name not in _OWN_SCORING},
     "mlr": Form(
         "mlr:R|R|...[@B|B|...][,values=V|V|...]", "mlr:32|16|8|8", _MLR, value=_blocks, options=_LAYOUT, make=_mlr
     ),
@@ -204,8 +204,7 @@ def add_form(name: str, form: Form) -> None:
         >>> add_form("mean", Form("mean", "mean", "the mean of all tokens before", make=MeanAttention))
     """
     check_type("a form", form, Form, "a structattn.spec.Form")
-    if not (isinstance(name, str) and re.fullmatch("[A-Za-z][A-Za-z0-9_-]*", name)):
-        raise ConfigError(f"the name of a form has letters, digits, - and _, got {quoted(name)}")
+    check_name("a form", name)
     if FORMS.setdefault(name, form) is not form:
         raise ConfigError(f"the form {name!r} is taken: choose another name")
 
@@ -214,7 +213,7 @@ def all_forms() -> dict[str, Form]:
     """Every form that this process can read, by name, those of installed packages too; a warning says why one
     of them is left out.
     """
-    extensions.import_modules()
+    _import_forms()
     for name in extensions.installed(GROUP):
         try:
             add_form(name, _installed(name))
@@ -233,6 +232,15 @@ def _installed(name: str) -> Form:
     return form
 
 
+def _import_forms() -> None:
+    """Imports the modules that the environment names, and adds the forms of matrix families of other
+    packages.
+    """
+    extensions.import_modules()
+    for name in FAMILIES:
+        FORMS.setdefault(f"bilinear-{name}", _bilinear(name))
+
+
 def _form(name: str) -> Form:
     """The form of a name. What is not known is looked for in modules that the environment names, then in
     installed packages.
@@ -241,7 +249,7 @@ def _form(name: str) -> Form:
         NotRegisteredError: there is none, or what should define it cannot be imported.
     """
     if name not in FORMS:
-        extensions.import_modules()
+        _import_forms()
     if name not in FORMS:
         if name not in (declared := extensions.installed(GROUP)):
             raise extensions.not_registered("form", name, {*FORMS, *declared})

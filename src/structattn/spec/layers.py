@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Self
 
 from structattn.checks import check_size, check_type
 from structattn.errors import ConfigError
+from structattn.grammar import Form, reading, split_specs
 from structattn.layers.attention_spec import AttentionSpec
 from structattn.layers.scoring_modules import ScoreScaling
 from structattn.spec.attention import describe_spec, parse_spec
-from structattn.spec.grammar import Form, reading, split_specs
 
 MAX_LAYERS = 2**16
 FORM = Form(

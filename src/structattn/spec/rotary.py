@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from structattn.checks import check_type
 from structattn.errors import ConfigError
+from structattn.grammar import assignment, number, one_of, read_options, reading, whole, word
 from structattn.layers.rotary import ROPE_SCALINGS, Rotary, RotaryScaling
-from structattn.spec.grammar import assignment, number, one_of, read_options, reading, whole, word
 
 _FORM = "Written SPLIT[,base=B][,linear=S | ,ntk=S | ,yarn=S@LENGTH], such as low_far,base=500000,ntk=4"
 _ROPE_SCALING_FORM = "Written linear=S, ntk=S or yarn=S@LENGTH, such as ntk=4"

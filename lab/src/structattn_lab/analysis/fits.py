@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from structattn.errors import ConfigError
+from structattn.grammar import Form, named, positive, read_term, reading
 from structattn.matrices import Fit, Structure, allocate_ranks, fit
 from structattn.matrices.btt import factor_pair
-from structattn.spec.grammar import Form, named, positive, read_term, reading
 from structattn_lab.records.fits import FitRow, FittedMatrix
 
 _ALLOCATED = "mlr-allocated"

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from structattn.checks import check_size
+from structattn.grammar import Form, named, positive, write_term
 from structattn.layers.layer import CustomAttention, LayerShape
 from structattn.ops.checks import without_autocast
-from structattn.spec.grammar import Form, named, positive, write_term
 from structattn_lab.baselines.layer import BaselineLayer, linear
 from structattn_lab.baselines.tables import Table, TableCache
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from structattn.checks import check_size
+from structattn.grammar import Form, named, positive, write_term
 from structattn.layers.layer import CustomAttention, LayerShape
-from structattn.spec.grammar import Form, named, positive, write_term
 from structattn_lab.baselines.layer import BaselineLayer, causal_mask, causal_pairs, linear, masked_softmax
 from structattn_lab.baselines.tables import Table, TableCache
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from structattn.checks import check_size
+from structattn.grammar import Form, named, positive, write_term
 from structattn.layers.layer import CustomAttention, LayerShape
-from structattn.spec.grammar import Form, named, positive, write_term
 from structattn_lab.baselines.key_value import KeyValueLayer, joined, pair_width, separate
 from structattn_lab.baselines.layer import causal_pairs
 from structattn_lab.baselines.tables import Table, TableCache

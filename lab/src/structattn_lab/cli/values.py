@@ -62,7 +62,7 @@ class Kind:
             ValueError: it is none.
         """
         from structattn.checks import quoted  # imports PyTorch, which takes seconds: help does without
-        from structattn.spec.grammar import plain_number
+        from structattn.grammar import plain_number
 
         def wrong(value: float | None = None) -> ValueError:
             return ValueError(f"expected {self.expected(value)}, got {quoted(word, 60)}")

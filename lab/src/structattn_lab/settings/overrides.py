@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from structattn.checks import MAX_LENGTH, check_int, quoted
 from structattn.errors import ConfigError, nearest_name
-from structattn.spec.grammar import assignment, flag, one_of, plain_number, split_list
+from structattn.grammar import assignment, flag, one_of, plain_number, split_list
 from structattn_lab.settings.training import TrainingConfig
 
 T = TypeVar("T")

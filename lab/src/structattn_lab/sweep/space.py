@@ -20,7 +20,7 @@ from typing import Any
 
 from structattn.checks import quoted
 from structattn.errors import ConfigError, nearest_name
-from structattn.spec.grammar import one_of, reading, several, split_list, split_specs
+from structattn.grammar import one_of, reading, several, split_list, split_specs
 from structattn.spec.layers import LayerSpecs
 from structattn_lab.records.sweep import Parameter
 from structattn_lab.settings.old_specs import todays_spec

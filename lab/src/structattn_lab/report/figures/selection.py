@@ -10,7 +10,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 
 from structattn.errors import ConfigError
-from structattn.spec.grammar import assignment, plain_number
+from structattn.grammar import assignment, plain_number
 from structattn_lab.records.comparison import Choice, ComparisonRecord
 from structattn_lab.report.page import Figure
 from structattn_lab.report.plot import (

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from structattn.checks import quoted
 from structattn.errors import ConfigError, MissingDependencyError, nearest_name
 from structattn.extras import install_command
-from structattn.spec.grammar import assignment, one_of, reading, split_list
+from structattn.grammar import assignment, one_of, reading, split_list
 from structattn_lab.settings.old_specs import todays_spec
 
 PREFIX = "baseline:"

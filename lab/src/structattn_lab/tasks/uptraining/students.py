@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from structattn.errors import ConfigError
+from structattn.grammar import Form, number, one_of, positive, read_term, reading
 from structattn.layers.checks import check_fits
 from structattn.layout.halving import Halving
 from structattn.layout.levels import LevelLayout
 from structattn.layout.text import TextLayout
 from structattn.spec.attention import AttentionSpec
-from structattn.spec.grammar import Form, number, one_of, positive, read_term, reading
 from structattn.spec.layers import LayerSpecs
 from structattn_lab.tasks.uptraining.config import CALIBRATED, Split
 

@@ -56,6 +56,12 @@ class Form:
         return f"Written {self.syntax}, such as {self.example}"
 
 
+def check_name(what: str, name: object) -> None:
+    """Raises ``ConfigError`` unless a term can begin with the name of ``what``."""
+    if not (isinstance(name, str) and re.fullmatch("[A-Za-z][A-Za-z0-9_-]*", name)):
+        raise ConfigError(f"the name of {what} has letters, digits, - and _, got {quoted(name)}")
+
+
 @contextmanager
 def reading(what: str, text: str, help_text: str) -> Iterator[None]:
     """Within it, an error names the text that is read, and ends with a sentence of help."""

@@ -10,10 +10,13 @@ from structattn.checks import holds
 from structattn.ops import derivatives
 from structattn.ops.call import Call
 from structattn.ops.checks import without_autocast
+from structattn.ops.terms import all_but
 
 # On a CPU, values narrower than keys make PyTorch keep all scores: up to this many they cost less than
 # anything else.
 MOST_SCORES = 2**18
+# Terms that it has not, besides the soft cap and ALiBi, for which ``why_not`` has its own words.
+_LACKING = all_but("scale", "sinks", "attn_mask", "attn_bias", "softcap", "alibi_slopes")
 
 
 def _has_one_query(q: Tensor, call: Call) -> bool:
@@ -28,6 +31,8 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool = Fals
         return "PyTorch's kernels have no soft cap"
     if call.terms.alibi_slopes is not None:
         return "PyTorch's kernels take ALiBi as T x S numbers only"
+    if (lacking := call.terms.first_of(_LACKING)) is not None:
+        return f"PyTorch's kernels have no {lacking}"
     return "PyTorch's kernels return no log-sum-exp, which sinks need too" if return_lse else None
 
 

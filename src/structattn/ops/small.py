@@ -35,6 +35,7 @@ from structattn.layout.levels import LevelLayout
 from structattn.ops import sdpa, small_causal
 from structattn.ops.call import Call
 from structattn.ops.checks import is_eager
+from structattn.ops.terms import all_but
 
 NARROW = 16  # from this number of dimensions on, products read rows as fast as features
 NARROW_HEAD = 8  # with gradients, up to this number of dimensions PyTorch's fused kernel is slower
@@ -45,6 +46,7 @@ MOST_SCORES = 2**24  # they are all kept for the gradient, 64 MiB
 # levels, a quarter without gradients.
 MOST_SCORES_UNMASKED = 2**22
 DTYPES = (torch.float32, torch.float64)
+_LACKING = all_but("scale", "softcap", "sinks", "attn_mask")
 
 # For each level the features that it has, and the factor of each pair of positions at this level, (T, S).
 Levels = tuple[tuple[slice, Tensor], ...]
@@ -71,12 +73,7 @@ def suits(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> bool
     elif layout.boundaries is not None or layout.value_ranks is not None or not is_eager(q):
         return False
     has_terms = call.terms.softcap is not None or call.terms.attn_mask is not None or call.terms.sinks is not None
-    if (
-        call.terms.attn_bias is not None
-        or call.terms.alibi_slopes is not None
-        or call.dropout_p > 0
-        or (has_terms and not is_eager(q))
-    ):
+    if call.terms.first_of(_LACKING) is not None or call.dropout_p > 0 or (has_terms and not is_eager(q)):
         return False
     if call.cu_seqlens is not None or call.left_padding is not None or torch.is_autocast_enabled("cpu"):
         return False

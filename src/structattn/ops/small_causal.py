@@ -178,12 +178,7 @@ def suits(q: Tensor, k: Tensor, call: Call) -> bool:
     layout = call.layout
     if len(layout.ranks) == 1 or not layout.block_sizes or not call.is_causal or not is_eager(q):
         return False
-    if (
-        call.window is not None
-        or call.terms.softcap is not None
-        or call.terms.attn_mask is not None
-        or call.terms.sinks is not None
-    ):
+    if call.window is not None or not call.terms.has_scale_only:
         return False
     return q.shape[:3] == k.shape[:3] and q.numel() > 0
 

@@ -5,7 +5,7 @@ once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -90,8 +90,14 @@ class ScoreTerms:
     @property
     def has_scale_only(self) -> bool:
         """Whether the weights are the softmax of scaled products."""
-        tensors = (self.sinks, self.attn_mask, self.attn_bias, self.alibi_slopes)
-        return self.softcap is None and all(x is None for x in tensors)
+        return self.first_of(_BESIDES_SCALE) is None
+
+    def first_of(self, names: tuple[str, ...]) -> str | None:
+        """The first of these terms that is given, or ``None``."""
+        for name in names:
+            if getattr(self, name) is not None:
+                return name
+        return None
 
     @property
     def slopes(self) -> Tensor | None:
@@ -150,6 +156,14 @@ class ScoreTerms:
             sinks = self.sinks.detach().to(scores.dtype)[:, None].expand(*of_queries).reshape(*scores.shape[:-1], 1)
             weights.mul_(torch.sigmoid(scores.logsumexp(-1, keepdim=True) - sinks))
         return weights if empty is None else weights.masked_fill_(empty, 0.0)
+
+
+def all_but(*names: str) -> tuple[str, ...]:
+    """The names of the other terms: a backend names those that it computes, and refuses these."""
+    return tuple(field.name for field in fields(ScoreTerms) if field.name not in names)
+
+
+_BESIDES_SCALE = all_but("scale")
 
 
 def _check_bias(q: Tensor, num_keys: int, attn_bias: Any) -> None:

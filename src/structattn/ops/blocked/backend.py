@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -23,7 +23,6 @@ from structattn.ops.blocked.tiles import ScoreParameters, Tile
 from structattn.ops.call import Call
 from structattn.ops.costs import costs_here
 from structattn.ops.sequences import SequenceSpan, sequences_of
-from structattn.ops.terms import ScoreTerms
 
 _SHORTEST = 32  # shorter sequences are padded to this length
 # Scores at once: per thread of a CPU what a core's second cache holds twice, up to a limit that keeps the
@@ -330,13 +329,7 @@ def _parameters(call: Call, group: _Group, q: Tensor, k: Tensor, bias: Tensor | 
         budget = min(_SCORES_PER_THREAD * torch.get_num_threads(), _SCORES_ON_CPU)
     else:
         budget = min(_SLIDING_SCORES_PER_THREAD * torch.get_num_threads(), _SLIDING_SCORES_ON_CPU)
-    terms = ScoreTerms(
-        scale=call.terms.scale,
-        softcap=call.terms.softcap,
-        attn_bias=bias,
-        attn_mask=_mask(call),
-        alibi_slopes=_slopes(call, group, q, k),
-    )
+    terms = replace(call.terms, attn_bias=bias, attn_mask=_mask(call), alibi_slopes=_slopes(call, group, q, k))
     return ScoreParameters(layout=call.layout, terms=terms, dropout=dropped, budget=budget)
 
 

@@ -181,7 +181,7 @@ def forward(
             batch = grid[0][0].batch
             # As a column of the product, unless the copy of the keys that this takes would be used once, or
             # something comes between.
-            is_plain = parameters.terms.softcap is None and parameters.terms.attn_bias is None and not levels.is_mixed
+            is_plain = not parameters.has_slope and parameters.terms.attn_bias is None and not levels.is_mixed
             in_product = shift is not None and len(grid) > 1 and is_plain
             dense_key = _with_column(key[batch], 1.0)[0] if in_product else _dense_rows(key[batch], len(grid))
             dense_value = _dense_rows(value[batch], len(grid))
@@ -290,7 +290,7 @@ def backward(
                         continue
                     shape = tuple(s.stop - s.start for s in (batch, rows, cols))
                     weight, change = weights(*shape), others(*shape)
-                    slope = None if parameters.terms.softcap is None else slopes(*shape)
+                    slope = slopes(*shape) if parameters.has_slope else None
                     spare = spares(*shape) if levels.is_mixed else None
                     masks, scale = levels.tables(tile, rows, cols) if levels.is_mixed else ([], None)
                     if slope is None and spare is None:

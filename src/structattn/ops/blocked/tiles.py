@@ -135,6 +135,11 @@ class ScoreParameters:
             self._factors[key] = torch.tensor(values, dtype=like.dtype, device=like.device)
         return self._factors[key]
 
+    @property
+    def has_slope(self) -> bool:
+        """Whether the derivative of a score by its scaled product is not 1, so that ``add_terms`` says it."""
+        return self.terms.softcap is not None
+
     def add_terms(
         self,
         scores: Tensor,

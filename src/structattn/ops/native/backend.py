@@ -17,8 +17,10 @@ from structattn.layout.levels import LevelLayout
 from structattn.ops.blocked import backend as blocked
 from structattn.ops.call import Call
 from structattn.ops.sequences import SequenceSpan, sequences_of
+from structattn.ops.terms import all_but
 
 _END = 2**31 - 1  # after every position
+_LACKING = all_but("scale", "softcap", "sinks", "attn_mask", "attn_bias", "alibi_slopes")
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
@@ -27,6 +29,8 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
         return f"it runs on a CPU, and the tensors are on {q.device}"
     if call.layout.boundaries is not None:
         return "it has no free segments (LevelLayout.from_boundaries)"
+    if (lacking := call.terms.first_of(_LACKING)) is not None:
+        return f"it has no {lacking}"
     return "it has no dropout" if call.dropout_p else None
 
 

@@ -17,6 +17,7 @@ import triton
 from torch import Tensor
 
 from structattn.ops.call import Call
+from structattn.ops.terms import all_but
 from structattn.ops.triton.backward import gradient_kernel, row_kernel
 from structattn.ops.triton.config import (
     SHARED_MEMORY,
@@ -32,6 +33,7 @@ from structattn.ops.triton.forward import forward_kernel
 from structattn.ops.triton.plan import KernelPlan, Tiles, make_plan
 
 _DECODE_QUERIES = 16  # as many queries or fewer, over many more keys, are decoding
+_LACKING = all_but("scale", "softcap", "sinks", "attn_mask", "alibi_slopes")
 _DECODE_ROWS = 64  # rows of a tile, being the queries of all heads that share a key
 
 
@@ -52,8 +54,9 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
     masked = call.terms.attn_mask is not None
     if (reason := why_not_on(q.device, q.dtype, layout.ranks, value_dim, length)) is not None:
         return reason
+    lacking = call.terms.first_of(_LACKING)
     for name, is_asked in (
-        ("attn_bias", call.terms.attn_bias is not None),
+        (lacking, lacking is not None),
         ("dropout", call.dropout_p > 0),
         ("left_padding", call.left_padding is not None),
     ):

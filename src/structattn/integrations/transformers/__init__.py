@@ -47,6 +47,7 @@ from structattn.integrations.transformers.caches.model_cache import LevelCaches,
 from structattn.integrations.transformers.calibration.allocate import allocate  # noqa: E402
 from structattn.integrations.transformers.calibration.collect import calibrate  # noqa: E402
 from structattn.integrations.transformers.calibration.record import Calibration  # noqa: E402
+from structattn.integrations.transformers.calibration.splits import register_split  # noqa: E402
 from structattn.integrations.transformers.sharding.shard_sequences import shard_sequences  # noqa: E402
 from structattn.integrations.transformers.sharding.shards import sequence_shard  # noqa: E402
 from structattn.integrations.transformers.structurize.classes import class_named  # noqa: E402
@@ -90,6 +91,7 @@ __all__ = [
     "load_structurized",
     "register_adapter",
     "register_attention",
+    "register_split",
     "sequence_shard",
     "shard_sequences",
     "structurize",

@@ -13,12 +13,13 @@ from torch import Tensor
 from structattn.errors import ConfigError
 from structattn.grammar import Form, number, one_of, positive, read_term, reading
 from structattn.layers.checks import check_fits
+from structattn.layers.rotary_order import ROTARY_SPLITS
 from structattn.layout.halving import Halving
 from structattn.layout.levels import LevelLayout
 from structattn.layout.text import TextLayout
 from structattn.spec.attention import AttentionSpec
 from structattn.spec.layers import LayerSpecs
-from structattn_lab.tasks.uptraining.config import CALIBRATED, Split
+from structattn_lab.tasks.uptraining.config import Split
 
 _PER_LAYER, _UNIFORM = "per_layer", "uniform"
 Calibrate = Callable[[], Any]  # the calibration of the teacher, made at the first call
@@ -56,7 +57,9 @@ class Structured(_SeesAll):
 
     def build(self, model: Any, calibrate: Calibrate, split: Split, length: int) -> Any:
         self.check(model, length)
-        pattern = tuple(map(_of_trained_scores, self.specs.pattern)) if split == CALIBRATED else self.specs.pattern
+        pattern = (
+            tuple(map(_of_trained_scores, self.specs.pattern)) if split not in ROTARY_SPLITS else self.specs.pattern
+        )
         return _structurized(model, str(LayerSpecs(pattern)), calibrate, split, length)
 
     def check(self, model: Any, length: int) -> None:
@@ -281,5 +284,5 @@ def check_student(text: str, config: Any, length: int) -> None:
 def _structurized(model: Any, specs: Any, calibrate: Calibrate, split: Split, length: int) -> Any:
     from structattn.integrations.transformers import structurize
 
-    options: dict[str, Any] = {"calibration": calibrate()} if split == CALIBRATED else {}
+    options: dict[str, Any] = {} if split in ROTARY_SPLITS else {"calibration": calibrate()}
     return structurize(model, specs, rotary_split=split, context_length=length, **options)

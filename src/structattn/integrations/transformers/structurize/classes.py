@@ -22,6 +22,7 @@ from structattn.integrations.transformers.architecture.inputs import checked
 from structattn.integrations.transformers.architecture.loading import StructuredModelMixin, first_keys, structure_entry
 from structattn.integrations.transformers.attention.adapters import complete, has_adapter
 from structattn.integrations.transformers.attention.registration import record_outputs
+from structattn.integrations.transformers.calibration.splits import CALIBRATED_SPLITS
 from structattn.integrations.transformers.structurize.modules import (
     IMPLEMENTATION,
     OLD_ORDER,
@@ -31,14 +32,12 @@ from structattn.integrations.transformers.structurize.modules import (
     structured_name,
 )
 from structattn.integrations.transformers.structurize.pair_orders import (
-    CALIBRATED,
-    AnySplit,
     check_any_split,
     read_pair_orders,
 )
 from structattn.integrations.transformers.variant import Variant, trained_spec
 from structattn.layers.checks import check_fits
-from structattn.layers.rotary_order import Rotation
+from structattn.layers.rotary_order import Rotation, check_split
 from structattn.spec.attention import parse_spec
 
 # Version 0.1 did not record these two: its models were of these attention classes, and rotated all pairs (i,
@@ -58,7 +57,7 @@ class StructureRecord:
     Attributes:
         specs: attention spec of each layer; ``None`` for unchanged layers.
         context_length: from which blocks are halved.
-        rotary_split: ``None`` for models without rotary positions; ``"calibrated"``: see ``pair_orders``.
+        rotary_split: ``None`` for models without rotary positions; a calibrated one: see ``pair_orders``.
         attention: name of the attention class of transformers.
         rotations: rotary pairs of each layer, as ``Rotation`` writes them; ``None`` for layers that rotate
             nothing.
@@ -71,7 +70,7 @@ class StructureRecord:
 
     specs: tuple[str | None, ...]
     context_length: int
-    rotary_split: AnySplit | None
+    rotary_split: str | None
     attention: str
     rotations: tuple[str | None, ...]
     keys_of: tuple[int | None, ...]
@@ -121,7 +120,7 @@ class StructureRecord:
             rotations=rotations,
             keys_of=keys_of,
             pair_orders=read_pair_orders(
-                given.get("pair_orders"), specs, rotations, length, is_needed=split == CALIBRATED
+                given.get("pair_orders"), specs, rotations, length, is_needed=split in CALIBRATED_SPLITS
             ),
         )
 
@@ -139,7 +138,7 @@ class StructureRecord:
             check_fits(variant.layout, dim, value_dim if isinstance(value_dim, int) else dim)
         pairs = None if rotation is None else Rotation.parse(rotation)
         orders = self.pair_orders[layer]
-        split = None if self.rotary_split == CALIBRATED else self.rotary_split
+        split = None if self.rotary_split in (None, *CALIBRATED_SPLITS) else check_split(self.rotary_split)
         return Structure.of(variant, orders or split, pairs, has_keys=self.keys_of[layer] is None)
 
 

@@ -5,23 +5,21 @@ a calibration gave.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from structattn.checks import check_choice, quoted
 from structattn.errors import ConfigError
-from structattn.layers.rotary_order import ROTARY_SPLITS, RotarySplit, check_split
+from structattn.integrations.transformers.calibration.splits import CALIBRATED_SPLITS
+from structattn.layers.rotary_order import ROTARY_SPLITS, check_split
 from structattn.spec.attention import parse_spec
 
-CALIBRATED: Literal["calibrated"] = "calibrated"
-AnySplit = RotarySplit | Literal["calibrated"]
 
-
-def check_any_split(split: Any) -> AnySplit:
+def check_any_split(split: Any) -> str:
     """The split; raises ``ConfigError`` unless it is known."""
     if isinstance(split, str) and split == "per_level":
         return check_split(split)
-    check_choice("rotary_split", split, (*ROTARY_SPLITS, CALIBRATED))
-    return split
+    check_choice("rotary_split", split, (*ROTARY_SPLITS, *CALIBRATED_SPLITS))
+    return str(split)
 
 
 def read_pair_orders(

@@ -14,9 +14,9 @@ from structattn.errors import ConfigError
 from structattn.integrations.hub import source_config
 from structattn.integrations.transformers.architecture.loading import check_plain
 from structattn.integrations.transformers.calibration.absorb import Absorption
-from structattn.integrations.transformers.calibration.basis import pair_order
 from structattn.integrations.transformers.calibration.discovery import AttentionLayer, find_attention
 from structattn.integrations.transformers.calibration.record import Calibration
+from structattn.integrations.transformers.calibration.splits import CALIBRATED_SPLITS, PairOrder
 from structattn.integrations.transformers.structurize.classes import (
     StructureRecord,
     check_frequencies,
@@ -26,7 +26,7 @@ from structattn.integrations.transformers.structurize.classes import (
     structurized_config,
 )
 from structattn.integrations.transformers.structurize.modules import IMPLEMENTATION
-from structattn.integrations.transformers.structurize.pair_orders import CALIBRATED, AnySplit, check_any_split
+from structattn.integrations.transformers.structurize.pair_orders import check_any_split
 from structattn.integrations.transformers.variant import trained_spec
 from structattn.layers.checks import check_fits
 from structattn.layers.rotary_order import even_ranks
@@ -40,7 +40,7 @@ def structurize(
     spec: str | AttentionSpec | Sequence[str | AttentionSpec],
     *,
     layers: Sequence[int] | None = None,
-    rotary_split: AnySplit = "low_far",
+    rotary_split: str = "low_far",
     context_length: int | None = None,
     calibration: Calibration | None = None,
 ) -> PreTrainedModel:
@@ -102,8 +102,9 @@ def structurize(
     check_type(
         "calibration", calibration, Calibration | None, "a Calibration or None", "calibrate(model, batches) makes one"
     )
-    if split == CALIBRATED and calibration is None:
-        raise ConfigError("rotary_split 'calibrated' needs calibration=calibrate(model, batches)")
+    order = CALIBRATED_SPLITS.get(split)
+    if order is not None and calibration is None:
+        raise ConfigError(f"rotary_split {split!r} needs calibration=calibrate(model, batches)")
     if old.get_text_config(decoder=True) is not old or not hasattr(old, "num_hidden_layers"):
         raise ConfigError(
             f"{type(model).__name__} cannot be structurized: its decoder is one of several parts (with an encoder, "
@@ -149,14 +150,14 @@ def structurize(
         config.structattn["keys_of"] = [found[number].keys_of if number in found else None for number in every]
     layouts = {number: layout for number, one in enumerate(specs) if (layout := _levels(one, length)) is not None}
     for number, layout in layouts.items() if calibration is not None else ():
-        if (split == CALIBRATED or rotations[number] is None) and layout.scaling != "standard":
+        if (order is not None or rotations[number] is None) and layout.scaling != "standard":
             raise ConfigError(
                 "calibrated keys keep the scale of the trained scores at every distance, and the spec of layer "
                 f"{number} has scaling={layout.scaling}: write "
                 f"{str(specs[number]).replace(f',scaling={layout.scaling}', '')},scaling=standard"
             )
-    if split == CALIBRATED and calibration is not None:
-        config.structattn["pair_orders"] = _pair_orders(calibration, layouts, old.num_hidden_layers)
+    if order is not None and calibration is not None:
+        config.structattn["pair_orders"] = _pair_orders(order, calibration, layouts, old.num_hidden_layers)
     record = StructureRecord.read(config)
     for number in chosen:
         _check_fits(record, number, found[number])
@@ -178,7 +179,9 @@ def _levels(spec: str | None, length: int) -> LevelLayout | None:
     return layout if isinstance(layout, LevelLayout) and layout.num_levels > 1 else None
 
 
-def _pair_orders(calibration: Calibration, layouts: Mapping[int, LevelLayout], count: int) -> list[list[str] | None]:
+def _pair_orders(
+    order: PairOrder, calibration: Calibration, layouts: Mapping[int, LevelLayout], count: int
+) -> list[list[str] | None]:
     """The orders of rotary pairs of each layer, as texts; layers that share keys have one."""
     found: list[list[str] | None] = [None] * count
     for layer in calibration.layers:
@@ -190,7 +193,7 @@ def _pair_orders(calibration: Calibration, layouts: Mapping[int, LevelLayout], c
         check_fits(layouts[number], layer.shape.head_dim, layer.shape.value_dim)
         source = number if layer.shape.keys_of is None else layer.shape.keys_of
         sharing = [other for other in calibration.layers if source in (other.shape.index, other.shape.keys_of)]
-        found[number] = [" ".join(map(str, head)) for head in pair_order(calibration, sharing, layouts[number])]
+        found[number] = [" ".join(map(str, head)) for head in order(calibration, sharing, layouts[number])]
     return found
 
 

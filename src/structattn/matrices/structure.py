@@ -119,9 +119,13 @@ class Structure:
         """
         check_type("a structure", text, str, "text such as 'btt:1'")
         name = text.strip().partition(":")[0]
-        forms = {family: entry.form for family, entry in _families(name).items()}
-        known = forms.get(name)
-        help_text = known.help if known else "A structure is a family and its numbers, such as btt:1"
+        families = _families(name)
+        if name in families:
+            forms = {name: families[name].form}
+            help_text = forms[name].help
+        else:
+            forms = {family: families[family].form for family in families}
+            help_text = "A structure is a family and its numbers, such as btt:1"
         with reading("structure", text, help_text):
             family, arguments = read_term(text, forms)
             return cls(family, tuple(arguments.items()))

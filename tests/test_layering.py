@@ -98,7 +98,22 @@ LAB = Package(
     },
     tops=frozenset({"baselines", "cli"}),
 )
-every_package = pytest.mark.parametrize("package", [LIBRARY, LAB], ids=str)
+TRANSFORMERS = Package(  # inside one floor of the library
+    name="structattn.integrations.transformers",
+    root=LIBRARY.root / "integrations" / "transformers",
+    floors={
+        "masks": 0,
+        "variant": 1,
+        "caches": 2,
+        "attention": 3,
+        "architecture": 4,
+        "calibration": 5,
+        "structurize": 6,
+        "sharding": 7,
+    },
+    tops=frozenset({"sharding"}),
+)
+every_package = pytest.mark.parametrize("package", [LIBRARY, LAB, TRANSFORMERS], ids=str)
 
 
 def modules(package: Package):
@@ -129,7 +144,7 @@ def imported(package: Package, path: Path) -> list[str]:
 
 def _imported(package: Package, path: Path):
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == package.name:
+        if isinstance(node, ast.ImportFrom) and _is_inside(package, node.module or ""):
             base = node.module.removeprefix(package.name).lstrip(".")
             for alias in node.names:
                 joined = f"{base}.{alias.name}".lstrip(".")
@@ -137,8 +152,12 @@ def _imported(package: Package, path: Path):
                 yield joined if inside.with_suffix(".py").exists() or inside.is_dir() else base
         elif isinstance(node, ast.Import):
             for alias in node.names:
-                if alias.name.split(".")[0] == package.name:
+                if _is_inside(package, alias.name):
                     yield alias.name.removeprefix(package.name).lstrip(".")
+
+
+def _is_inside(package: Package, module: str) -> bool:
+    return module == package.name or module.startswith(f"{package.name}.")
 
 
 @every_package
@@ -158,7 +177,7 @@ def test_imports_go_down_the_floors(package: Package) -> None:
     # No file is left out by a mistake of this parser.
     with_imports = {module for module, path in modules_with_floor(package) if any(imported(package, path))}
     assert {module for module, _ in seen} == with_imports
-    text = sum(path.read_text().count(f"\nfrom {package}.") for _, path in modules(package))
+    text = sum(path.read_text().count(f"\nfrom {package}.") for _, path in modules_with_floor(package))
     assert len(seen) > 0.9 * text
     assert {floor(package, target)[0] for _, target in seen} >= set(package.floors) - package.tops
 
@@ -185,6 +204,18 @@ def test_an_import_that_goes_up_is_found(tmp_path) -> None:
     assert all(floor(LIBRARY, target)[1] > floor(LIBRARY, "ops")[1] for target in imported(LIBRARY, path))
     floors = [floor(LAB, target)[1] for target in imported(LAB, path)]
     assert floors[0] > floors[1] > floor(LAB, "report")[1]
+
+
+def test_an_import_between_rooms_that_goes_up_is_found(tmp_path) -> None:
+    path = tmp_path / "planted.py"
+    path.write_text(
+        "from structattn.cache import LevelCache\n"
+        "from structattn.integrations.transformers.structurize import modules\n\n\n"
+        "def f():\n    import structattn.integrations.transformers.sharding.shards\n"
+    )
+    targets = imported(TRANSFORMERS, path)
+    assert targets == ["structurize.modules", "sharding.shards"]
+    assert all(floor(TRANSFORMERS, target)[1] > floor(TRANSFORMERS, "attention")[1] for target in targets)
 
 
 def circles(package: Package) -> list[set[str]]:

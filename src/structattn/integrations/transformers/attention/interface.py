@@ -20,6 +20,7 @@ from structattn.integrations.transformers.attention.arguments import POSITION_BI
 from structattn.integrations.transformers.attention.by_heads import attention_by_heads, heads_at_once
 from structattn.integrations.transformers.attention.call import AttentionCall
 from structattn.integrations.transformers.attention.compiled import attend_compiled
+from structattn.integrations.transformers.attention.divided_sequence import attend_shard, division_of
 from structattn.integrations.transformers.attention.next_token import KnownCall, known_call
 from structattn.integrations.transformers.attention.registration import collects_weights, register
 from structattn.integrations.transformers.attention.rotation import read_rotation
@@ -27,7 +28,6 @@ from structattn.integrations.transformers.caches.layer_cache import LevelCacheLa
 from structattn.integrations.transformers.masks.call_masks import check_lengths, checked_mask
 from structattn.integrations.transformers.masks.mask_functions import structured_mask
 from structattn.integrations.transformers.masks.structured_mask import StructuredMask
-from structattn.integrations.transformers.sharding.shards import attend_shard, has_shards
 from structattn.integrations.transformers.variant import Variant, trained_spec
 from structattn.layers.attention_spec import AttentionSpec
 from structattn.layers.checks import check_fits
@@ -296,7 +296,7 @@ class RegisteredAttention:
         variant = self.variant(module)
         check_fits(variant.layout, query.shape[-1], query.shape[-1])
         order = self._order(module, query.shape[-1])
-        attention = attend_shard if has_shards(module) else attend
+        attention = attend if division_of(module) is None else attend_shard
         return attention(
             AttentionCall(module, variant, order, query, key, value, attention_mask, dropout, scaling, kwargs)
         )

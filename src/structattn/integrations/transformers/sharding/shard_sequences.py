@@ -10,8 +10,9 @@ from transformers import AttentionInterface, PreTrainedModel
 from structattn.checks import check_choice, check_type, quoted
 from structattn.errors import ConfigError
 from structattn.integrations.transformers.architecture.model import StructAttnPreTrainedModel
+from structattn.integrations.transformers.attention.divided_sequence import Division, set_division
 from structattn.integrations.transformers.attention.interface import RegisteredAttention
-from structattn.integrations.transformers.sharding.shards import check_call, mark
+from structattn.integrations.transformers.sharding.shards import check_call
 from structattn.integrations.transformers.structurize.classes import StructurizedModel
 from structattn.integrations.transformers.structurize.modules import StructuredAttention
 from structattn.layout.shards import ORDERS, Order
@@ -51,7 +52,7 @@ def shard_sequences(model: PreTrainedModel, mesh: DeviceMesh | None, *, order: O
     if mesh is not None:
         Processes(mesh)
         _check(model)
-    mark(model, mesh, order)
+    set_division(model, None if mesh is None else Division(mesh, order))
     if check_call not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(check_call, with_kwargs=True)
     return model

@@ -16,102 +16,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from structattn.checks import check_tensor, check_type, quoted
 from structattn.errors import ConfigError, ShapeError
-from structattn.integrations.transformers.attention.arguments import TERMS, check_arguments
-from structattn.integrations.transformers.attention.call import AttentionCall
-from structattn.integrations.transformers.caches.layer_cache import PendingStates
-from structattn.integrations.transformers.masks.call_masks import check_lengths, checked_mask
+from structattn.integrations.transformers.attention.divided_sequence import division_of
 from structattn.integrations.transformers.masks.structured_mask import read_packing
-from structattn.layers.checks import check_fits
 from structattn.layout.shards import Order
 from structattn.parallel.agreement import agreed_lengths
-from structattn.parallel.context import ContextParallel
 from structattn.parallel.processes import Processes
 from structattn.parallel.shard import SequenceShard
 
-_ATTRIBUTE = "_structattn_sequence_mesh"  # of the modules of a model whose sequences are divided
 _IGNORED = -100  # a label that the losses of transformers leave out
 _KEYS = ("input_ids", "labels", "attention_mask", "position_ids")
-
-
-class _Division:
-    """How sequences of a model are divided; copies of the model have the same one."""
-
-    def __init__(self, mesh: DeviceMesh, order: Order) -> None:
-        self.mesh, self.order = mesh, order
-
-    def __deepcopy__(self, memo: object) -> _Division:
-        return self
-
-    def attention(self, layout: Any) -> ContextParallel:
-        return ContextParallel(layout, self.mesh, order=self.order)
-
-
-def has_shards(module: nn.Module) -> bool:
-    """Whether an attention module has the tokens of this process only."""
-    return _ATTRIBUTE in module.__dict__
-
-
-def mark(model: nn.Module, mesh: DeviceMesh | None, order: Order) -> None:
-    """Makes all attention of a model that of divided sequences, or (``None``) of whole ones again."""
-    division = None if mesh is None else _Division(mesh, order)
-    for module in model.modules():
-        if division is None:
-            module.__dict__.pop(_ATTRIBUTE, None)
-        else:
-            module.__dict__[_ATTRIBUTE] = division
-
-
-def attend_shard(call: AttentionCall) -> tuple[Tensor, None]:
-    """As ``interface.attend``, of the tokens of this process; ``attention_mask`` may be ``None`` where the
-    module is causal.
-
-    Raises:
-        ConfigError: a cache, dropout, padding, or another thing that attention over a divided sequence does
-            not have.
-    """
-    module, variant, reorder, query, key, value, attention_mask, dropout, scaling, arguments = call
-    name = call.name
-    if isinstance(key, PendingStates) or isinstance(value, PendingStates):
-        raise ConfigError(f"{name} has tokens of one process only, and a cache needs all: pass use_cache=False")
-    if dropout > 0:
-        raise ConfigError(
-            f"attention over a divided sequence has no dropout, got {dropout}: set that of the config "
-            "(attention_dropout, attn_pdrop) to 0"
-        )
-    if variant.backend != "auto":
-        raise ConfigError(
-            f"attention over a divided sequence chooses its backend: register 'auto', got {variant.backend!r}"
-        )
-    check_arguments(module, arguments, TERMS)
-    is_causal = call.is_causal
-    window = arguments.get("sliding_window")
-    if attention_mask is not None or not is_causal:
-        mask = checked_mask(attention_mask, module, query, key, is_causal)
-        if mask.pairs is not None or mask.padding_counts is not None:
-            raise ConfigError(
-                "attention over a divided sequence takes no mask and no padding: give rows of real tokens, and leave "
-                "attention_mask away"
-            )
-        if mask.chunk_size is not None:
-            raise ConfigError(f"{name} has chunks of {mask.chunk_size} tokens, which a divided sequence does not know")
-        check_lengths(query, key, mask, is_new=False)
-        is_causal, window = mask.is_causal, mask.window
-    variant = variant.within(window)
-    check_fits(variant.layout, query.shape[-1], value.shape[-1])
-    k, q = (reorder(x).to(value.dtype) for x in (key, query))
-    q, scale = variant.scaled(q, scaling)
-    division: _Division = module.__dict__[_ATTRIBUTE]
-    out = division.attention(variant.layout)(
-        q,
-        k,
-        value,
-        is_causal=bool(is_causal),
-        scale=scale,
-        window=variant.window,
-        cu_seqlens=arguments.get("cu_seq_lens_q"),
-        **call.terms,
-    )
-    return out.transpose(1, 2).contiguous(), None
 
 
 def check_call(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -122,9 +35,8 @@ def check_call(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, A
         ConfigError: ``position_ids`` or ``shift_labels`` are missing, or the positions of the processes are
             not those of one sequence.
     """
-    if not has_shards(module):
+    if (division := division_of(module)) is None:
         return
-    division: _Division = module.__dict__[_ATTRIBUTE]
     processes = Processes(division.mesh)
     device = torch.device(processes.device_type)
     positions, is_packed = named.get("position_ids"), named.get("cu_seq_lens_q") is not None

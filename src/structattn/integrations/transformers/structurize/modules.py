@@ -18,11 +18,11 @@ from structattn.checks import quoted
 from structattn.errors import CheckpointError, ConfigError
 from structattn.integrations.transformers.attention.adapters import adapted_class
 from structattn.integrations.transformers.attention.call import AttentionCall, Reorder
+from structattn.integrations.transformers.attention.divided_sequence import attend_shard, division_of
 from structattn.integrations.transformers.attention.interface import attend, attend_packed
 from structattn.integrations.transformers.attention.registration import register
 from structattn.integrations.transformers.caches.model_cache import given_packed_cache, level_cache_layer, of_decoder
 from structattn.integrations.transformers.masks.mask_functions import structured_mask
-from structattn.integrations.transformers.sharding.shards import attend_shard, has_shards
 from structattn.integrations.transformers.variant import Variant
 from structattn.layers.rotary_order import (
     RotarySplit,
@@ -253,7 +253,7 @@ def _attention(
     call = AttentionCall(module, variant, reorder, query, key, value, attention_mask, dropout, scaling, kwargs)
     if (cache := given_packed_cache()) is not None:
         return attend_packed(call, cache=cache)
-    return attend_shard(call) if has_shards(module) else attend(call)
+    return attend(call) if division_of(module) is None else attend_shard(call)
 
 
 register(IMPLEMENTATION, _attention, structured_mask)

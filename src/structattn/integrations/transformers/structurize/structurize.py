@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from structattn.checks import check_path, check_type, describe, is_int
 from structattn.errors import ConfigError
@@ -95,82 +95,156 @@ def structurize(
     Source: MHA2MLA (arXiv 2502.14837) and TransMLA (2502.07864) restructure rotary pairs and values for one
         latent vector; KQ-SVD (2512.05916) for keys without rotary positions. Levels by distance are ours.
     """
+    _check(model, rotary_split, calibration)
+    split = check_any_split(rotary_split)
+    attention = _attention_layers(model, calibration)
+    length = _length_of_blocks(model, context_length)
+    specs = _spec_of_each_layer(spec, _chosen(layers, list(attention)), model.config.num_hidden_layers)
+    layouts = {layer: layout for layer, text in enumerate(specs) if (layout := _levels(text, length)) is not None}
+
+    config = _structured_config(model.config, attention, specs, length, split)
+    if calibration is not None:
+        _add_calibration(config, split, calibration, layouts)
+    record = _checked_record(config, attention)
+
+    bases = None if calibration is None else Absorption(model, list(attention.values()), calibration, layouts)
+    _install(model, attention, config, record)
+    if bases is not None:
+        bases.write()
+    return model
+
+
+def _check(model: PreTrainedModel, rotary_split: str, calibration: Calibration | None) -> None:
+    """Raises ``ConfigError`` unless the model is one decoder that can be structurized, and the arguments fit
+    each other.
+    """
     check_type("model", model, PreTrainedModel, "a model of transformers")
     check_plain(model)
-    old = model.config
     split = check_any_split(rotary_split)
     check_type(
         "calibration", calibration, Calibration | None, "a Calibration or None", "calibrate(model, batches) makes one"
     )
-    order = CALIBRATED_SPLITS.get(split)
-    if order is not None and calibration is None:
+    if split in CALIBRATED_SPLITS and calibration is None:
         raise ConfigError(f"rotary_split {split!r} needs calibration=calibrate(model, batches)")
-    if old.get_text_config(decoder=True) is not old or not hasattr(old, "num_hidden_layers"):
+    if model.config.get_text_config(decoder=True) is not model.config or not hasattr(model.config, "num_hidden_layers"):
         raise ConfigError(
             f"{type(model).__name__} cannot be structurized: its decoder is one of several parts (with an encoder, "
             "images or sound) that have a config "
             "each; load a decoder alone"
         )
     check_frequencies(model)
-    length = getattr(old, "max_position_embeddings", None) if context_length is None else context_length
-    found = {layer.index: layer for layer in find_attention(model)}
+
+
+def _attention_layers(model: PreTrainedModel, calibration: Calibration | None) -> dict[int, AttentionLayer]:
+    """The attention of a model by the number of its layer; raises ``ConfigError`` where the calibration is of
+    another model.
+    """
+    attention = {layer.index: layer for layer in find_attention(model)}
     if calibration is not None:
-        calibration.check(list(found.values()))
+        calibration.check(list(attention.values()))
+    return attention
+
+
+def _length_of_blocks(model: PreTrainedModel, context_length: int | None) -> int:
+    """The length from which blocks are halved."""
+    length = getattr(model.config, "max_position_embeddings", None) if context_length is None else context_length
     if length is None:
         raise ConfigError(
             f"the config of {type(model).__name__} has no max_position_embeddings to halve blocks from: give "
             "structurize a context_length"
         )
-    chosen = _chosen(layers, list(found))
-    given: list[Any]
-    if isinstance(spec, str):
-        given = list(LayerSpecs.parse(spec).layers(len(chosen)))
-    else:
-        given = list(spec) if isinstance(spec, Sequence) else [spec] * len(chosen)
-    if len(given) != len(chosen):
-        raise ConfigError(f"expected one attention spec or {len(chosen)}, one per chosen layer, got {len(given)}")
-    specs: list[str | None] = [None] * old.num_hidden_layers
-    rotations: list[str | None] = [None] * old.num_hidden_layers
-    for number, layer in found.items():
-        rotations[number] = None if layer.rotation is None else str(layer.rotation)
-    for number, one in zip(chosen, given, strict=True):
-        specs[number] = str(trained_spec(one))
+    return length
 
-    config = copy.deepcopy(old)  # the old one may belong to other models as well
+
+def _spec_of_each_layer(
+    spec: str | AttentionSpec | Sequence[str | AttentionSpec], chosen: list[int], count: int
+) -> list[str | None]:
+    """One spec for each of ``count`` layers, as text; ``None`` for those that are not chosen."""
+    chosen_specs: list[Any]
+    if isinstance(spec, str):
+        chosen_specs = list(LayerSpecs.parse(spec).layers(len(chosen)))
+    else:
+        chosen_specs = list(spec) if isinstance(spec, Sequence) else [spec] * len(chosen)
+    if len(chosen_specs) != len(chosen):
+        raise ConfigError(
+            f"expected one attention spec or {len(chosen)}, one per chosen layer, got {len(chosen_specs)}"
+        )
+    texts: list[str | None] = [None] * count
+    for layer, layer_spec in zip(chosen, chosen_specs, strict=True):
+        texts[layer] = str(trained_spec(layer_spec))
+    return texts
+
+
+def _structured_config(
+    old: PreTrainedConfig,
+    attention: Mapping[int, AttentionLayer],
+    specs: list[str | None],
+    length: int,
+    split: str,
+) -> Any:
+    """A copy of a config that has the structure; the old one may belong to other models as well."""
+    every = [attention.get(number) for number in range(old.num_hidden_layers)]
+    rotations = [None if layer is None or layer.rotation is None else str(layer.rotation) for layer in every]
+    config: Any = copy.deepcopy(old)
     config.__class__ = structurized_config(type(old))
     config.structattn = {
         "specs": specs,
         "context_length": length,
         "rotary_split": split if any(rotations) else None,
-        "attention": type(next(iter(found.values())).module).__name__,
+        "attention": type(next(iter(attention.values())).module).__name__,
         "rotations": rotations,
     }
-    if any(layer.keys_of is not None for layer in found.values()):
-        every = range(old.num_hidden_layers)
-        config.structattn["keys_of"] = [found[number].keys_of if number in found else None for number in every]
-    layouts = {number: layout for number, one in enumerate(specs) if (layout := _levels(one, length)) is not None}
-    for number, layout in layouts.items() if calibration is not None else ():
+    if any(layer.keys_of is not None for layer in attention.values()):
+        config.structattn["keys_of"] = [None if layer is None else layer.keys_of for layer in every]
+    return config
+
+
+def _add_calibration(
+    config: Any, split: str, calibration: Calibration, layouts: Mapping[int, LevelLayout]
+) -> None:
+    """Adds the calibrated orders of rotary pairs to a config.
+
+    Raises:
+        ConfigError: a layout scales scores otherwise than the trained model.
+    """
+    specs, rotations = config.structattn["specs"], config.structattn["rotations"]
+    order = CALIBRATED_SPLITS.get(split)
+    for number, layout in layouts.items():
         if (order is not None or rotations[number] is None) and layout.scaling != "standard":
             raise ConfigError(
                 "calibrated keys keep the scale of the trained scores at every distance, and the spec of layer "
                 f"{number} has scaling={layout.scaling}: write "
-                f"{str(specs[number]).replace(f',scaling={layout.scaling}', '')},scaling=standard"
+                f"{specs[number].replace(f',scaling={layout.scaling}', '')},scaling=standard"
             )
-    if order is not None and calibration is not None:
-        config.structattn["pair_orders"] = _pair_orders(order, calibration, layouts, old.num_hidden_layers)
+    if order is not None:
+        config.structattn["pair_orders"] = _pair_orders(order, calibration, layouts, config.num_hidden_layers)
+
+
+def _checked_record(config: PreTrainedConfig, attention: Mapping[int, AttentionLayer]) -> StructureRecord:
+    """The record of a config; raises ``ConfigError`` unless it fits the layers that have a spec."""
     record = StructureRecord.read(config)
-    for number in chosen:
-        _check_fits(record, number, found[number])
-    bases = None if calibration is None else Absorption(model, list(found.values()), calibration, layouts)
+    for number, layer in attention.items():
+        if record.specs[number] is not None:
+            structure = record.structure(layer.module, number)
+            check_fits(structure.variant.layout, layer.head_dim, layer.value_dim)
+            structure.variant.within(layer.window)
+    return record
+
+
+def _install(
+    model: PreTrainedModel,
+    attention: Mapping[int, AttentionLayer],
+    config: PreTrainedConfig,
+    record: StructureRecord,
+) -> None:
+    """Gives a model our classes and its new config."""
+    old = model.config
     structurized_class(type(model), type(old))
-    install(model, {number: layer.module for number, layer in found.items()}, record)
+    install(model, {number: layer.module for number, layer in attention.items()}, record)
     config._attn_implementation = IMPLEMENTATION
     for module in model.modules():
         if getattr(module, "config", None) is old:
             module.config = config
-    if bases is not None:
-        bases.write()
-    return model
 
 
 def _levels(spec: str | None, length: int) -> LevelLayout | None:
@@ -183,7 +257,7 @@ def _pair_orders(
     order: PairOrder, calibration: Calibration, layouts: Mapping[int, LevelLayout], count: int
 ) -> list[list[str] | None]:
     """The orders of rotary pairs of each layer, as texts; layers that share keys have one."""
-    found: list[list[str] | None] = [None] * count
+    orders: list[list[str] | None] = [None] * count
     for layer in calibration.layers:
         number = layer.shape.index
         if layer.has_key_basis or number not in layouts:
@@ -193,24 +267,19 @@ def _pair_orders(
         check_fits(layouts[number], layer.shape.head_dim, layer.shape.value_dim)
         source = number if layer.shape.keys_of is None else layer.shape.keys_of
         sharing = [other for other in calibration.layers if source in (other.shape.index, other.shape.keys_of)]
-        found[number] = [" ".join(map(str, head)) for head in order(calibration, sharing, layouts[number])]
-    return found
+        orders[number] = [" ".join(map(str, head)) for head in order(calibration, sharing, layouts[number])]
+    return orders
 
 
-def _check_fits(record: StructureRecord, number: int, layer: AttentionLayer) -> None:
-    """Raises ``ConfigError`` unless the spec of a layer fits its heads and its window."""
-    structure = record.structure(layer.module, number)
-    check_fits(structure.variant.layout, layer.head_dim, layer.value_dim)
-    structure.variant.within(layer.window)
-
-
-def _chosen(layers: Sequence[int] | None, known: list[int]) -> list[int]:
+def _chosen(layers: Sequence[int] | None, numbers: list[int]) -> list[int]:
+    """The layers to change, of those with these numbers."""
     if layers is None:
-        return known
+        return numbers
     check_type("layers", layers, Sequence, "a list of ints or None")
     for layer in layers:
-        if not is_int(layer) or layer not in known:
-            which = f"from {known[0]} to {known[-1]}" if known == list(range(len(known))) else f"of {known}"
+        if not is_int(layer) or layer not in numbers:
+            is_every = numbers == list(range(len(numbers)))
+            which = f"from {numbers[0]} to {numbers[-1]}" if is_every else f"of {numbers}"
             raise ConfigError(f"layers must be ints {which}, got {describe(layer)}")
     if len(set(layers)) != len(layers) or not layers:
         raise ConfigError(f"layers must name at least one layer, each once, got {describe(layers)}")
@@ -231,8 +300,8 @@ def load_structurized(path: str | Path, **options: Any) -> Any:
     check_path("path", path)
     config = source_config(path, **options)
     names = config.architectures or []
-    if (own := saved_class(config, names)) is not None:
-        return own.from_pretrained(path, **options)
+    if (kind := saved_class(config, names)) is not None:
+        return kind.from_pretrained(path, **options)
     raise ConfigError(
         f"{path} holds a {config.model_type} model ({', '.join(names)}), not one that structurize() changed and saved"
     )

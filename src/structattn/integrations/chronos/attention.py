@@ -18,6 +18,7 @@ from structattn.integrations.transformers.attention.arguments import check_argum
 from structattn.integrations.transformers.attention.registration import register
 from structattn.integrations.transformers.masks.structured_mask import Sequences
 from structattn.integrations.transformers.variant import Variant
+from structattn.ops.terms import ScoreTerms
 
 # The attn_implementation of structurized T5 models: it makes transformers build our masks.
 IMPLEMENTATION = "structurized_t5"
@@ -156,11 +157,10 @@ def t5_attention(
         query,
         key,
         value,
-        scaling=scaling,
-        dropout=dropout,
+        ScoreTerms(scale=scaling, attn_bias=None if position_bias is None else mask.bias(position_bias)),
         sequences=Sequences(left_padding=mask.left_padding),
         is_causal=mask.is_causal,
-        attn_bias=None if position_bias is None else mask.bias(position_bias),
+        dropout=dropout,
     )
     return out.transpose(1, 2).contiguous(), None
 

@@ -6,7 +6,6 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from structattn.layout.levels import LevelLayout
 from structattn.layout.text import TextLayout
 from structattn.ops import Backend, structured_attention
 from structattn.ops.chunks import chunked_attention
+from structattn.ops.terms import ScoreTerms
 from structattn.spec.attention import AttentionSpec, parse_spec
 
 
@@ -104,33 +104,35 @@ class Variant:
         factor = 1.0 if scaling is None else scaling * math.sqrt(dim)
         return (q if math.isclose(factor, 1.0, rel_tol=1e-12) else q * factor), None
 
+    def fitted(self, q: Tensor, terms: ScoreTerms) -> tuple[Tensor, ScoreTerms]:
+        """The queries and the terms of a model as ``structured_attention`` takes them: with the scale of
+        ``scaled``, and the mask on the device of the queries.
+
+        A model may be spread over devices, and the mask is made on that of its inputs.
+        """
+        q, scale = self.scaled(q, terms.scale)
+        mask = terms.attn_mask
+        return q, replace(terms, scale=scale, attn_mask=None if mask is None else mask.to(q.device))
+
     def attend(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        terms: ScoreTerms,
         *,
-        scaling: float | None,
-        dropout: float,
         sequences: Sequences,
         is_causal: bool = True,
-        attn_bias: Tensor | None = None,
-        attn_mask: Tensor | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-        alibi_slopes: Tensor | None = None,
+        dropout: float = 0.0,
     ) -> Tensor:
         """Attention without a cache: (B, H, T, D) and (B, G, S, D or V) to (B, H, T, V).
 
         Args:
-            attn_bias: added to the scores as it is, independent of the score scale.
-            attn_mask: broadcastable to (B, H, T, S): bool, false hides a pair, or added to the scores.
-            softcap, sinks, alibi_slopes: of the model, as in ``structured_attention``.
+            terms: of the model, as are the scale and the mask.
         """
-        q, scale = self.scaled(q, scaling)
-        # A model may be spread over devices, and the mask is made on that of its inputs.
-        offsets, padding, attn_mask = (
-            None if x is None else x.to(q.device) for x in (sequences.cu_seqlens, sequences.left_padding, attn_mask)
+        q, terms = self.fitted(q, terms)
+        offsets, padding = (
+            None if x is None else x.to(q.device) for x in (sequences.cu_seqlens, sequences.left_padding)
         )
         attention: Callable[..., Tensor] = structured_attention
         if self.chunk_size is not None:
@@ -141,24 +143,27 @@ class Variant:
             v,
             self.layout,
             is_causal=is_causal,
-            scale=scale,
+            scale=terms.scale,
             window=self.window,
-            attn_bias=attn_bias,
-            attn_mask=attn_mask,
+            attn_bias=terms.attn_bias,
+            attn_mask=terms.attn_mask,
             dropout_p=dropout,
             cu_seqlens=offsets,
             left_padding=padding,
             backend=self.backend,
-            softcap=softcap,
-            sinks=sinks,
-            alibi_slopes=alibi_slopes,
+            softcap=terms.softcap,
+            sinks=terms.sinks,
+            alibi_slopes=terms.alibi_slopes,
         )
 
-    def weights(self, q: Tensor, k: Tensor, **options: Any) -> Tensor:
+    def weights(
+        self, q: Tensor, k: Tensor, terms: ScoreTerms, *, sequences: Sequences, is_causal: bool = True
+    ) -> Tensor:
         """The attention weights, (B, H, T, S), of all levels, before dropout; arguments as ``attend``.
 
         Cost: the values of ``attend`` are the S unit vectors: T S^2 multiply-adds for each head.
         """
         layout = replace(self.layout, value_ranks=None) if isinstance(self.layout, LevelLayout) else self.layout
         each = torch.eye(k.shape[2], dtype=k.dtype, device=k.device).expand(*k.shape[:2], -1, -1)
-        return replace(self, layout=layout, backend="reference").attend(q, k, each, **options | {"dropout": 0.0})
+        variant = replace(self, layout=layout, backend="reference")
+        return variant.attend(q, k, each, terms, sequences=sequences, is_causal=is_causal)

@@ -16,11 +16,12 @@ from structattn.checks import check_type
 from structattn.errors import ConfigError
 from structattn.integrations.transformers.architecture.loading import StructuredModelMixin
 from structattn.integrations.transformers.architecture.model import StructAttnForCausalLM
-from structattn.integrations.transformers.caches.layer_cache import LevelCacheLayer
+from structattn.integrations.transformers.caches.layer_cache import NO_TERMS, LevelCacheLayer
 from structattn.integrations.transformers.caches.model_cache import CACHE, level_cache
 from structattn.integrations.transformers.variant import Variant
 from structattn.models.export import DecoderPrograms, bounded_levels, decoder_programs, of_each_row
 from structattn.models.language_model import inference
+from structattn.ops.terms import ScoreTerms
 
 
 class _BoundedLayer(LevelCacheLayer):
@@ -40,22 +41,18 @@ class _BoundedLayer(LevelCacheLayer):
         k: Tensor,
         v: Tensor,
         variant: Variant,
-        *,
-        scaling: float | None = None,
-        softcap: float | None = None,
-        sinks: Tensor | None = None,
-        attn_mask: Tensor | None = None,
-        alibi_slopes: Tensor | None = None,
+        terms: ScoreTerms = NO_TERMS,
         **_: Any,
     ) -> Tensor:
-        if alibi_slopes is not None or (attn_mask is not None and attn_mask.is_floating_point()):
+        mask = terms.attn_mask
+        if terms.alibi_slopes is not None or (mask is not None and mask.is_floating_point()):
             raise ConfigError(
                 "this model adds ALiBi or another bias to its scores, which an exported program cannot read from its "
                 "cache: export it without a cache, by "
                 "torch.export.export"
             )
-        q, scale = variant.scaled(q, scaling)
-        return self.bounded.attend(q, k, v, scale=scale, softcap=softcap, sinks=sinks)
+        q, scale = variant.scaled(q, terms.scale)
+        return self.bounded.attend(q, k, v, scale=scale, softcap=terms.softcap, sinks=terms.sinks)
 
     def ready(self, *_: Any) -> Any:
         return self.bounded

@@ -4,38 +4,38 @@ all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from structattn.integrations.transformers.attention.call import Reorder
+from structattn.ops.terms import ScoreTerms
 
 # Numbers of the queries that are computed together: with fewer, the calls of many small operators would take
 # longer.
 _NUMBERS = 2**20
 
 
-def heads_at_once(q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> int:
+def heads_at_once(q: Tensor, k: Tensor, v: Tensor, terms: ScoreTerms, *, dropout: float) -> int:
     """How many key heads are computed together.
 
-    All of them: in a short prompt, in training, in a traced program, on a GPU, and where an option differs by
+    All of them: in a short prompt, in training, in a traced program, on a GPU, and where a term differs by
     head.
 
     Args:
         q: (B, H, T, D).
         k, v: (B, G, S, D) and (B, G, S, V).
-        options: of ``Variant.attend``.
+        terms, dropout: of ``Variant.attend``.
     """
     heads = k.shape[1]
     if torch.compiler.is_compiling() or not q.is_cpu or q.numel() <= _NUMBERS:
         return heads
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         return heads
-    mask = options.get("attn_mask")
-    if options["dropout"] > 0 or any(options.get(name) is not None for name in ("sinks", "alibi_slopes")):
+    if dropout > 0 or terms.sinks is not None or terms.alibi_slopes is not None:
         return heads
+    mask = terms.attn_mask
     if mask is not None and mask.dim() > 2 and mask.shape[-3] > 1:
         return heads
     per_thread = -(-torch.get_num_threads() // q.shape[0])  # threads divide the matrices of a product
@@ -64,8 +64,8 @@ def attention_by_heads(
     out = v.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[3]))
     for first in range(0, k.shape[1], step):
         end = min(first + step, k.shape[1])
-        own = slice(first * repeats, end * repeats)
-        query = reorder.of_heads(first, end)(q[:, own]).to(v.dtype)
+        query_heads = slice(first * repeats, end * repeats)
+        query = reorder.of_heads(first, end)(q[:, query_heads]).to(v.dtype)
         value = v[:, first:end].contiguous()  # rows of all heads lie between those of one, which products read often
-        out[:, :, own] = attend(query, k[:, first:end], value).transpose(1, 2)
+        out[:, :, query_heads] = attend(query, k[:, first:end], value).transpose(1, 2)
     return out.transpose(1, 2)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from structattn.integrations.transformers.attention.arguments import TERMS
 from structattn.integrations.transformers.caches.layer_cache import PendingStates
 from structattn.integrations.transformers.variant import Variant
+from structattn.ops.terms import ScoreTerms
 
 
 class Reorder(Protocol):
@@ -60,7 +61,9 @@ class AttentionCall(NamedTuple):
         """The class of the module, for messages."""
         return type(self.module).__name__
 
-    @property
-    def terms(self) -> dict[str, Any]:
-        """The terms of the score that the model gives, by the names of ``ScoreTerms``."""
-        return {term: self.arguments[name] for name, term in TERMS.items() if self.arguments.get(name) is not None}
+    def terms(self, attn_mask: Tensor | None = None) -> ScoreTerms:
+        """The terms of the score that the model gives, with a mask; the scale is the model's, see
+        ``Variant.scaled``.
+        """
+        named = {term: self.arguments.get(name) for name, term in TERMS.items()}
+        return ScoreTerms(scale=self.scaling, attn_mask=attn_mask, **named)

@@ -7,15 +7,17 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from structattn.cache.attend import over_dense
 from structattn.cache.compiled import define, empty_output, needs_gradient, with_past
 from structattn.cache.numbers import NumberedLayer, numbered
+from structattn.integrations.transformers.attention.arguments import POSITION_BIAS
+from structattn.integrations.transformers.attention.call import AttentionCall
 from structattn.integrations.transformers.caches.layer_cache import LevelCacheLayer, with_left_out
 from structattn.integrations.transformers.masks.structured_mask import StructuredMask
 from structattn.integrations.transformers.variant import Variant
@@ -33,7 +35,7 @@ def _variant(layout: Any, window: int | None, chunk_size: int | None, backend: A
 class _LastMask:
     """The mask of the last call, which all layers of a model have in common."""
 
-    given: weakref.ref[Tensor] | None = None
+    padding_mask: weakref.ref[Tensor] | None = None
     facts: tuple[Any, ...] = ()
     mask: StructuredMask | None = None
 
@@ -46,10 +48,11 @@ def runtime_mask(
 ) -> StructuredMask:
     """The mask of a call while a compiled program runs, with its padding as ints."""
     facts: tuple[Any, ...] = (num_queries, num_new, num_past, is_causal)
-    known = None if padding_mask is None or padding_mask.is_inference() else padding_mask
-    if known is not None:
-        facts = (*facts, known._version)
-        if _last.given is not None and _last.given() is known and _last.facts == facts and _last.mask is not None:
+    versioned = None if padding_mask is None or padding_mask.is_inference() else padding_mask
+    if versioned is not None:
+        facts = (*facts, versioned._version)
+        is_last = _last.padding_mask is not None and _last.padding_mask() is versioned and _last.facts == facts
+        if is_last and _last.mask is not None:
             return _last.mask
     mask = StructuredMask(
         num_queries=num_queries,
@@ -59,8 +62,8 @@ def runtime_mask(
         is_causal=is_causal,
         pairs=pairs,
     )
-    if known is not None:
-        _last.given, _last.facts, _last.mask = weakref.ref(known), facts, mask
+    if versioned is not None:
+        _last.padding_mask, _last.facts, _last.mask = weakref.ref(versioned), facts, mask
     return mask
 
 
@@ -82,45 +85,32 @@ def _attend_layer(
     softcap: float | None,
     *variant_of: Any,
 ) -> Tensor:
-    found: LevelCacheLayer = numbered(cache)
+    cache_layer: LevelCacheLayer = numbered(cache)
     module = None if layer is None or is_shared else numbered(layer)
     *layout, window, chunk_size, backend = variant_of
     variant = _variant(flat_layout.any_layout_of(*layout), window, chunk_size, backend)
-    if found.is_recording:  # which keeps them, in memory that the program will use for other numbers
+    if cache_layer.is_recording:  # which keeps them, in memory that the program will use for other numbers
         k, v = k.clone(), v.clone()
-    with found.uncounted(num_past, again=is_shared):
+    with cache_layer.uncounted(num_past, again=is_shared):
         mask = runtime_mask(padding_mask, pairs, (k if q is None else q).shape[2], k.shape[2], num_past, is_causal)
         if q is None:
-            found.append(k, v, variant, module=module, left_padding=mask.padding_counts)
+            cache_layer.append(k, v, variant, module=module, left_padding=mask.padding_counts)
             return k.new_empty(0)
-        queries, terms = q, {"softcap": softcap, "sinks": sinks, "alibi_slopes": alibi_slopes}
-        attn_mask = mask.attn_mask(is_training=False, position_bias=position_bias)
+        queries = q
+        terms = ScoreTerms(
+            scale=scaling,
+            softcap=softcap,
+            sinks=sinks,
+            attn_mask=mask.attn_mask(is_training=False, position_bias=position_bias),
+            alibi_slopes=alibi_slopes,
+        )
 
         def first() -> Tensor:
-            return variant.attend(
-                queries,
-                k,
-                v,
-                scaling=scaling,
-                dropout=0.0,
-                sequences=mask.sequences(None, has_cache=True),
-                is_causal=mask.is_causal,
-                attn_mask=attn_mask,
-                **terms,  # type: ignore[arg-type]
-            )
+            sequences = mask.sequences(None, has_cache=True)
+            return variant.attend(queries, k, v, terms, sequences=sequences, is_causal=mask.is_causal)
 
-        out = found.attend(
-            q,
-            k,
-            v,
-            variant,
-            module=module,
-            scaling=scaling,
-            attn_mask=attn_mask,
-            left_padding=mask.padding_counts,
-            first=first,
-            **terms,
-        )
+        padding = mask.padding_counts
+        out = cache_layer.attend(q, k, v, variant, terms, module=module, left_padding=padding, first=first)
         return out.contiguous()
 
 
@@ -135,64 +125,51 @@ define(
 
 
 def attend_compiled(
-    module: nn.Module,
-    layer: LevelCacheLayer,
-    variant: Variant,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: StructuredMask,
-    *,
-    scaling: float | None,
-    dropout: float,
-    attn_mask: Tensor | None,
-    position_bias: Tensor | None,
-    is_shared: bool,
-    first: Callable[[], Tensor],
-    **terms: Any,
+    call: AttentionCall, layer: LevelCacheLayer, terms: ScoreTerms, *, is_shared: bool, first: Callable[[], Tensor]
 ) -> Tensor:
     """``LevelCacheLayer.attend`` in code that ``torch.compile`` traces.
 
     Args:
-        module: the attention module that calls.
-        q, k, v, variant, scaling, first, terms: see ``LevelCacheLayer.attend``; the layer holds
-            ``mask.num_past`` tokens.
-        mask, position_bias: of the call.
-        attn_mask: what they hide and add.
-        dropout: of the weights.
+        call: with the window of its mask in the variant, queries and keys in the order of the levels, the new
+            keys and values as tensors, and its ``StructuredMask``; the layer holds ``num_past`` tokens of it.
+        layer, terms, first: see ``LevelCacheLayer.attend``.
         is_shared: these keys were appended by another module, and are once more.
     """
-    q, k, v = autocasted(q, k, v)
+    variant, mask, key, value = call.variant, call.attention_mask, call.key, call.value
+    assert isinstance(mask, StructuredMask)
+    assert isinstance(key, Tensor)
+    assert isinstance(value, Tensor)
+    q, k, v = autocasted(call.query, key, value)
     num_past, num_new = mask.num_past, k.shape[2]
-    owner = module.number if isinstance(module, NumberedLayer) else None
+    owner = call.module.number if isinstance(call.module, NumberedLayer) else None
     rest = (
         num_past,
         mask.is_causal,
         is_shared,
-        scaling,
-        terms.get("softcap"),
+        terms.scale,
+        terms.softcap,
         *flat_layout.flat_any(variant.layout),
         variant.window,
         variant.chunk_size,
         variant.backend,
     )
-    tensors = (attn_mask, position_bias, terms.get("sinks"), terms.get("alibi_slopes"))
-    if not needs_gradient(q, k, v, *tensors) and dropout == 0:
-        given = (mask.attention_mask, mask.pairs, *tensors[1:])
-        out: Tensor = torch.ops.structattn.attend_cache_layer(layer.number, owner, q, k, v, *given, *rest)
+    tensors = (call.arguments.get(POSITION_BIAS), terms.sinks, terms.alibi_slopes)
+    if not needs_gradient(q, k, v, terms.attn_mask, *tensors) and call.dropout == 0:
+        masks = (mask.attention_mask, mask.pairs)
+        out: Tensor = torch.ops.structattn.attend_cache_layer(layer.number, owner, q, k, v, *masks, *tensors, *rest)
     else:
         if num_past == 0:
             out = first()
         else:
             keys, values = with_past(layer.number, k, v, num_past)
-            queries, scale = variant.scaled(q, scaling)
-            queries, shown = with_left_out(queries, attn_mask, num_new - q.shape[2])
+            queries, terms = variant.fitted(q, terms)
+            queries, attn_mask = with_left_out(queries, terms.attn_mask, num_new - q.shape[2])
             padding = mask.left_padding
             out = over_dense(
                 queries,
                 keys,
                 values,
-                ScoreTerms(scale=scale, attn_mask=shown, **terms),
+                replace(terms, attn_mask=attn_mask),
                 layout=variant.layout,
                 window=variant.window,
                 left_padding=None if padding is None else padding.to(q.device),

@@ -56,7 +56,7 @@ def attend_shard(call: AttentionCall) -> tuple[Tensor, None]:
         ConfigError: a cache, dropout, padding, or another thing that attention over a divided sequence does
             not have.
     """
-    module, variant, reorder, query, key, value, attention_mask, dropout, scaling, arguments = call
+    module, variant, reorder, query, key, value, attention_mask, dropout, _, arguments = call
     name = call.name
     if isinstance(key, PendingStates) or isinstance(value, PendingStates):
         raise ConfigError(f"{name} has tokens of one process only, and a cache needs all: pass use_cache=False")
@@ -86,7 +86,7 @@ def attend_shard(call: AttentionCall) -> tuple[Tensor, None]:
     variant = variant.within(window)
     check_fits(variant.layout, query.shape[-1], value.shape[-1])
     k, q = (reorder(x).to(value.dtype) for x in (key, query))
-    q, scale = variant.scaled(q, scaling)
+    q, terms = variant.fitted(q, call.terms())
     division = division_of(module)
     assert division is not None
     out = division.attention(variant.layout)(
@@ -94,9 +94,11 @@ def attend_shard(call: AttentionCall) -> tuple[Tensor, None]:
         k,
         value,
         is_causal=bool(is_causal),
-        scale=scale,
+        scale=terms.scale,
         window=variant.window,
         cu_seqlens=arguments.get("cu_seq_lens_q"),
-        **call.terms,
+        softcap=terms.softcap,
+        sinks=terms.sinks,
+        alibi_slopes=terms.alibi_slopes,
     )
     return out.transpose(1, 2).contiguous(), None

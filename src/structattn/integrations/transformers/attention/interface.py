@@ -27,7 +27,7 @@ from structattn.integrations.transformers.attention.rotation import read_rotatio
 from structattn.integrations.transformers.caches.layer_cache import LevelCacheLayer, PendingStates
 from structattn.integrations.transformers.masks.call_masks import check_lengths, checked_mask
 from structattn.integrations.transformers.masks.mask_functions import structured_mask
-from structattn.integrations.transformers.masks.structured_mask import StructuredMask
+from structattn.integrations.transformers.masks.structured_mask import Sequences, StructuredMask
 from structattn.integrations.transformers.variant import Variant, trained_spec
 from structattn.layers.attention_spec import AttentionSpec
 from structattn.layers.checks import check_fits
@@ -43,7 +43,6 @@ from structattn.layers.rotary_order import (
 )
 from structattn.layout.halving import Halving
 from structattn.ops import Backend
-from structattn.ops.terms import ScoreTerms
 
 
 def attend(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
@@ -81,58 +80,47 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     check_lengths(call.query, k, mask, is_new=layer is not None)
     # Under autocast rotary embedding and norms give float32, projections 16 bits.
     k = call.reorder(k).to(v.dtype)
-    terms = call.terms
-    options = _options_of(call, mask, layer) | terms
+    sequences = _sequences_of(call, mask, layer)
+    position_bias = call.arguments.get(POSITION_BIAS)
+    terms = call.terms(mask.attn_mask(is_training=call.module.training, position_bias=position_bias))
     asked = call.arguments.get("output_attentions")
     shows_weights = collects_weights() if asked is None else bool(asked)  # GPT-2 hands no argument to its attention
 
-    step = k.shape[1] if num_past > 0 or shows_weights else heads_at_once(call.query, k, v, options)
+    is_whole = num_past > 0 or shows_weights
+    step = k.shape[1] if is_whole else heads_at_once(call.query, k, v, terms, dropout=call.dropout)
     is_by_heads = step < k.shape[1]
     q = call.query if is_by_heads else call.reorder(call.query).to(v.dtype)
 
     def whole() -> Tensor:
+        options: dict[str, Any] = {"sequences": sequences, "is_causal": mask.is_causal, "dropout": call.dropout}
         if is_by_heads:
-            return attention_by_heads(partial(variant.attend, **options), call.query, k, v, call.reorder, step)
-        return variant.attend(q, k, v, **options)
+            attend_heads = partial(variant.attend, terms=terms, **options)
+            return attention_by_heads(attend_heads, call.query, k, v, call.reorder, step)
+        return variant.attend(q, k, v, terms, **options)
 
-    weights = variant.weights(q, k, **options) if shows_weights and num_past == 0 else None
+    weights = None
+    if shows_weights and num_past == 0:
+        weights = variant.weights(q, k, terms, sequences=sequences, is_causal=mask.is_causal)
     if layer is None:
         return whole().transpose(1, 2).contiguous(), weights
     _check_cached(call, mask, num_past)
-    attn_mask = options["attn_mask"]
     if num_past > 0 and shows_weights:
-        weights = _cached_weights(layer, q, k, v, variant, scaling=call.scaling, attn_mask=attn_mask, **terms)
+        weights = _cached_weights(layer, q, k, v, variant, terms)
     if in_program:
-        out = attend_compiled(
-            call.module,
-            layer,
-            variant,
-            q,
-            k,
-            v,
-            mask,
-            scaling=call.scaling,
-            dropout=call.dropout,
-            attn_mask=attn_mask,
-            position_bias=call.arguments.get(POSITION_BIAS),
-            is_shared=is_shared,
-            first=whole,
-            **terms,
-        )
+        ready = call._replace(variant=variant, query=q, key=k, value=v, attention_mask=mask)
+        out = attend_compiled(ready, layer, terms, is_shared=is_shared, first=whole)
     else:
         out = layer.attend(
             q,
             k,
             v,
             variant,
+            terms,
             module=None if is_shared else call.module,
-            scaling=call.scaling,
             left_padding=mask.padding_counts,
-            attn_mask=attn_mask,
             first=whole,
-            **terms,
         )
-        is_simple = not (num_past == 0 or is_shared or terms or shows_weights or attn_mask is not None)
+        is_simple = num_past > 0 and terms.has_scale_only and not (is_shared or shows_weights)
         layer.last_call = known_call(call, layer, mask) if is_simple else None
     key.is_appended = True  # type: ignore[union-attr]
     return out.transpose(1, 2).contiguous(), weights
@@ -158,18 +146,11 @@ def _mask_of(call: AttentionCall, k: Tensor, num_past: int | None) -> Structured
     return mask
 
 
-def _options_of(call: AttentionCall, mask: StructuredMask, layer: LevelCacheLayer | None) -> dict[str, Any]:
-    """The options of ``Variant.attend`` besides the terms of the model."""
+def _sequences_of(call: AttentionCall, mask: StructuredMask, layer: LevelCacheLayer | None) -> Sequences:
+    """Where the sequences of a call begin."""
     has_cache = layer is not None or bool(call.arguments.get("use_cache"))
     position_ids = None if layer is not None and layer.has_positions else call.arguments.get("position_ids")
-    position_bias = call.arguments.get(POSITION_BIAS)
-    return {
-        "scaling": call.scaling,
-        "dropout": call.dropout,
-        "sequences": mask.sequences(position_ids, call.arguments.get("cu_seq_lens_q"), has_cache=has_cache),
-        "is_causal": mask.is_causal,
-        "attn_mask": mask.attn_mask(is_training=call.module.training, position_bias=position_bias),
-    }
+    return mask.sequences(position_ids, call.arguments.get("cu_seq_lens_q"), has_cache=has_cache)
 
 
 def _check_cached(call: AttentionCall, mask: StructuredMask, num_past: int) -> None:
@@ -197,9 +178,9 @@ def _check_cached(call: AttentionCall, mask: StructuredMask, num_past: int) -> N
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _cached_weights(layer: LevelCacheLayer, *arguments: Any, **options: Any) -> Tensor:
+def _cached_weights(layer: LevelCacheLayer, *arguments: Any) -> Tensor:
     """``LevelCacheLayer.weights``, which a compiled program leaves to Python."""
-    return layer.weights(*arguments, **options)
+    return layer.weights(*arguments)
 
 
 def attend_packed(call: AttentionCall, *, cache: PackedCache) -> tuple[Tensor, None]:
@@ -228,8 +209,7 @@ def attend_packed(call: AttentionCall, *, cache: PackedCache) -> tuple[Tensor, N
     variant = call.variant.within(mask.window)
     check_fits(variant.layout, call.query.shape[-1], value.shape[-1])
     k, q = (call.reorder(x).to(value.dtype) for x in (key, call.query))
-    q, scale = variant.scaled(q, call.scaling)
-    terms = ScoreTerms(scale=scale, **call.terms)
+    q, terms = variant.fitted(q, call.terms())
     layer: int = call.module.layer_idx  # type: ignore[assignment]
     out = cache.attend(layer, q, k, value, terms, layout=variant.layout, window=variant.window)
     return out.transpose(1, 2).contiguous(), None

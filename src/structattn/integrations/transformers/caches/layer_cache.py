@@ -20,7 +20,9 @@ from structattn.errors import CacheError, ShapeError
 from structattn.integrations.transformers.caches.recording import Append, Recording
 from structattn.integrations.transformers.masks.structured_mask import Placeholder
 from structattn.integrations.transformers.variant import Variant
+from structattn.ops.terms import ScoreTerms
 
+NO_TERMS = ScoreTerms()
 # The methods of a cache that move its rows.
 RowChange = Literal["reorder_cache", "batch_repeat_interleave", "batch_select_indices"]
 
@@ -155,13 +157,11 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         k: Tensor,
         v: Tensor,
         variant: Variant,
+        terms: ScoreTerms = NO_TERMS,
         *,
         module: object = None,
-        scaling: float | None = None,
-        attn_mask: Tensor | None = None,
         left_padding: tuple[int, ...] | None = None,
         first: Callable[[], Tensor] | None = None,
-        **terms: Any,
     ) -> Tensor:
         """Appends new tokens and returns the attention of their queries over all tokens so far.
 
@@ -169,12 +169,11 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             q, k, v: of the new tokens, as ``LevelCache.attend``.
             variant: layout, window and backend; the same at every call, as are ``module`` and
                 ``left_padding``.
+            terms: of the model; the scale as of ``Variant.scaled``, the mask over all tokens, as in
+                ``LevelCache.attend``.
             module: the attention module that calls. Default ``None``: not known.
-            scaling: of the model; see ``Variant.scaled``.
-            attn_mask: over all tokens, as in ``LevelCache.attend``.
             left_padding: padding of each row.
             first: computes the attention while the cache is empty. Default ``None``: the cache computes it.
-            **terms: ``softcap``, ``sinks`` and ``alibi_slopes`` of the model, as in ``LevelCache.attend``.
 
         Returns:
             (B, H, T, V).
@@ -188,11 +187,20 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             out = first()
             cache.append(k, v)
             return out
-        q, scale = variant.scaled(q, scaling)
-        shown = None if attn_mask is None else attn_mask.to(q.device)  # it was made on the device of the model's inputs
+        q, terms = variant.fitted(q, terms)
         count = q.shape[2]
-        q, shown = with_left_out(q, shown, k.shape[2] - count)
-        out = cache.attend(q, k, v, scale=scale, backend=variant.backend, attn_mask=shown, **terms)
+        q, attn_mask = with_left_out(q, terms.attn_mask, k.shape[2] - count)
+        out = cache.attend(
+            q,
+            k,
+            v,
+            scale=terms.scale,
+            backend=variant.backend,
+            softcap=terms.softcap,
+            sinks=terms.sinks,
+            attn_mask=attn_mask,
+            alibi_slopes=terms.alibi_slopes,
+        )
         return out[:, :, -count:]
 
     def append(
@@ -262,24 +270,22 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         assert self.level_cache is not None
         return self.level_cache.dense_past(k, v)
 
-    def weights(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        variant: Variant,
-        *,
-        scaling: float | None,
-        attn_mask: Tensor | None,
-        **terms: Any,
-    ) -> Tensor:
+    def weights(self, q: Tensor, k: Tensor, v: Tensor, variant: Variant, terms: ScoreTerms) -> Tensor:
         """The attention weights of new tokens after those in the cache, (B, H, T, S); arguments as
         ``attend``.
         """
         assert self.level_cache is not None
-        q, scale = variant.scaled(q, scaling)
-        shown = None if attn_mask is None else attn_mask.to(q.device)
-        return self.level_cache.weights(q, k, v, scale=scale, attn_mask=shown, **terms)
+        q, terms = variant.fitted(q, terms)
+        return self.level_cache.weights(
+            q,
+            k,
+            v,
+            scale=terms.scale,
+            softcap=terms.softcap,
+            sinks=terms.sinks,
+            attn_mask=terms.attn_mask,
+            alibi_slopes=terms.alibi_slopes,
+        )
 
     def ready(
         self, new: Callable[[], LevelCache], append: Append, left_padding: tuple[int, ...] | None, count: int

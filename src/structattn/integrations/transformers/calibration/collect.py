@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from structattn.checks import MAX_LENGTH, check_size, check_type, describe
 from structattn.errors import CalibrationError, ConfigError
 from structattn.integrations.transformers.architecture.inputs import check_inputs
 from structattn.integrations.transformers.architecture.loading import check_plain
-from structattn.integrations.transformers.attention.arguments import POSITION_BIAS, TERMS
+from structattn.integrations.transformers.attention.arguments import POSITION_BIAS
 from structattn.integrations.transformers.attention.call import AttentionCall
 from structattn.integrations.transformers.attention.interface import attend
 from structattn.integrations.transformers.attention.registration import register
@@ -29,6 +30,7 @@ from structattn.integrations.transformers.masks.structured_mask import Sequences
 from structattn.integrations.transformers.variant import Variant
 from structattn.layers.rotary_order import UNCHANGED
 from structattn.layout.checks import positive_ints
+from structattn.ops.terms import ScoreTerms
 from structattn.progress import counted
 
 _NAME = "structattn_calibration"
@@ -108,17 +110,15 @@ class _Collector:
         self.spans: list[tuple[int, int]] = []
         self.rows = 0
 
-    def add(
-        self, module: nn.Module, states: tuple[Tensor, ...], mask: object, scaling: float | None, terms: dict[str, Any]
-    ) -> None:
+    def add(self, module: nn.Module, states: tuple[Tensor, ...], mask: object, terms: ScoreTerms) -> None:
         """Adds one layer of one batch: queries (B, H, T, D), keys and values (B, G, T, D or V)."""
         layer = self.layers[module]
         variant = Variant()
         if isinstance(mask, StructuredMask):
             variant = variant.within(mask.window, mask.chunk_size)
             layer.options["chunk_size"] = mask.chunk_size
-        if scaling is not None:
-            layer.scale = scaling
+        if terms.scale is not None:
+            layer.scale = terms.scale
         moments = layer.ready(_accurate(states[0]), len(self.block_sizes))
         for row, (first, end) in enumerate(self.spans):
             q, k, v = (_accurate(x[row, :, first:end]) for x in states)
@@ -133,9 +133,8 @@ class _Collector:
                 weights = variant.weights(
                     q[None, :, start:stop],
                     k[None, :, :stop],
-                    scaling=scaling,
+                    _of_queries(terms, row, first, start, stop),
                     sequences=Sequences(),
-                    **_of_queries(terms, row, first, start, stop),
                 )[0]
                 moments.add_queries(
                     q[:, start:stop],
@@ -157,15 +156,17 @@ class _Collector:
         return [(at, min(at + _CHUNK, first + count)) for at in range(first, first + count, _CHUNK)]
 
 
-def _of_queries(terms: dict[str, Any], row: int, first: int, start: int, stop: int) -> dict[str, Any]:
-    """The terms of the score of some queries of a row whose real tokens begin at ``first``."""
-    terms = dict(terms)
-    if (slopes := terms.get("alibi_slopes")) is not None and slopes.dim() == 2:
-        terms["alibi_slopes"] = slopes[row]
-    if (bias := terms.pop(POSITION_BIAS, None)) is not None:
-        bias = bias[min(row, len(bias) - 1)][None, ..., first : first + stop]
-        terms["attn_mask"] = bias if bias.shape[2] == 1 else bias[:, :, first + start : first + stop]
-    return terms
+def _of_queries(terms: ScoreTerms, row: int, first: int, start: int, stop: int) -> ScoreTerms:
+    """The terms of the score of some queries of a row whose real tokens begin at ``first``; the mask is the
+    bias of the model.
+    """
+    slopes, mask = terms.alibi_slopes, terms.attn_mask
+    if slopes is not None and slopes.dim() == 2:
+        slopes = slopes[row]
+    if mask is not None:
+        mask = mask[min(row, len(mask) - 1)][None, ..., first : first + stop]
+        mask = mask if mask.shape[2] == 1 else mask[:, :, first + start : first + stop]
+    return replace(terms, alibi_slopes=slopes, attn_mask=mask)
 
 
 def _accurate(x: Tensor) -> Tensor:
@@ -187,11 +188,9 @@ def _attention(
     **arguments: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The attention of the model, whose queries, keys and values are seen by the collector."""
-    names = {**TERMS, POSITION_BIAS: POSITION_BIAS}
-    terms = {own: arguments[name] for name, own in names.items() if arguments.get(name) is not None}
-    _active[-1].add(module, (query, key, value), attention_mask, scaling, terms)
-    call = (module, Variant(), UNCHANGED, query, key, value, attention_mask, dropout, scaling, arguments)
-    return attend(AttentionCall(*call))
+    call = AttentionCall(module, Variant(), UNCHANGED, query, key, value, attention_mask, dropout, scaling, arguments)
+    _active[-1].add(module, (query, key, value), attention_mask, call.terms(arguments.get(POSITION_BIAS)))
+    return attend(call)
 
 
 register(_NAME, _attention, structured_mask)

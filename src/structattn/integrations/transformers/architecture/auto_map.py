@@ -74,8 +74,8 @@ class SelfLoadingConfig(NotCopied):
             CheckpointError: the module file cannot be written.
         """
         check_path("save_directory", save_directory)
-        given = {auto.__name__: known[type(self)] for auto, known in AUTO_MODELS.items() if type(self) in known}
-        kinds = {name: kind for name, kind in {"AutoConfig": type(self), **given}.items() if self.has_import(kind)}
+        entries = {auto.__name__: classes[type(self)] for auto, classes in AUTO_MODELS.items() if type(self) in classes}
+        kinds = {name: kind for name, kind in {"AutoConfig": type(self), **entries}.items() if self.has_import(kind)}
         # Other entries are of the plain model, whose tokenizer may have code of its own.
         others = {k: v for k, v in (getattr(self, "auto_map", None) or {}).items() if not k.startswith(_OURS)}
         self.auto_map = others | {name: f"{MODULE}.{kind.__name__}" for name, kind in kinds.items()}

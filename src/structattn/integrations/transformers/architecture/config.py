@@ -170,18 +170,18 @@ class StructAttnConfig(OwnErrors, ReturnsWeights, SelfLoadingConfig, PreTrainedC
         Raises:
             ConfigError: it is missing, no text, or not one per layer.
         """
-        given = self.attention
-        if given is None:
+        attention = self.attention
+        if attention is None:
             raise ConfigError(
                 "a StructAttnConfig needs attention=, one spec such as 'mlr:32|16|16' or a list with one per layer: it "
                 "has no default, so that a model without its structure is never mistaken for one with it"
             )
-        if isinstance(given, str):
-            return LayerSpecs.parse(given).texts(self.num_hidden_layers)
-        if not isinstance(given, list | tuple) or not all(isinstance(spec, str) for spec in given):
-            raise ConfigError(f"attention must be a text or a list of texts, got {quoted(given)}")
-        if len(given) != self.num_hidden_layers:
+        if isinstance(attention, str):
+            return LayerSpecs.parse(attention).texts(self.num_hidden_layers)
+        if not isinstance(attention, list | tuple) or not all(isinstance(spec, str) for spec in attention):
+            raise ConfigError(f"attention must be a text or a list of texts, got {quoted(attention)}")
+        if len(attention) != self.num_hidden_layers:
             raise ConfigError(
-                f"attention needs one spec, or one per layer: expected {self.num_hidden_layers}, got {len(given)}"
+                f"attention needs one spec, or one per layer: expected {self.num_hidden_layers}, got {len(attention)}"
             )
-        return tuple(given)
+        return tuple(attention)

@@ -92,10 +92,10 @@ def export_decoder(model: PreTrainedModel, *, max_length: int, batch_size: int |
         )
 
     def run(tokens: Tensor, caches: list[BoundedCache], index: Tensor) -> Tensor:
-        def chosen(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            return of_each_row(given[0], index), *given[1:]
+        def chosen(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return of_each_row(inputs[0], index), *inputs[1:]
 
-        cache = Cache(layers=[_BoundedLayer(own) for own in caches])
+        cache = Cache(layers=[_BoundedLayer(bounded) for bounded in caches])
         # Only one token needs logits, and a model may scale what its head returns.
         hook = head.register_forward_pre_hook(chosen)
         try:
@@ -125,11 +125,11 @@ def _check_equal(model: PreTrainedModel, programs: DecoderPrograms, embedding: T
     with inference(model):
         expected = model(input_ids=tokens, use_cache=False).logits[:, -1]
         if length == 1:
-            found, _ = programs.prefill.module()(tokens, positions + 1)
+            logits, _ = programs.prefill.module()(tokens, positions + 1)
         else:
             _, cache = programs.prefill.module()(tokens[:, :-1], positions)
-            found, _ = programs.decode.module()(tokens[:, -1:], positions, cache)
-    error = float((found - expected).norm() / expected.norm().clamp(min=1e-30))
+            logits, _ = programs.decode.module()(tokens[:, -1:], positions, cache)
+    error = float((logits - expected).norm() / expected.norm().clamp(min=1e-30))
     if not error <= _WRONG.get(embedding.dtype, 1e-3):
         raise ConfigError(
             f"the exported programs of {type(model).__name__} give other logits than the model (relative error "
@@ -147,7 +147,7 @@ def _levels(model: PreTrainedModel, max_length: int) -> list[BoundedLevels]:
     tokens = torch.zeros(1, 1, dtype=torch.int64, device=model.get_input_embeddings().weight.device)
     with inference(model):
         model(input_ids=tokens, use_cache=True, **{CACHE: cache})
-    found = []
+    caches = []
     for layer in cache.layers:
         if not isinstance(layer, LevelCacheLayer) or layer.level_cache is None:
             raise ConfigError(
@@ -160,7 +160,7 @@ def _levels(model: PreTrainedModel, max_length: int) -> list[BoundedLevels]:
                 "program cannot: export it without a cache, by torch.export.export"
             )
         facts, _ = layer.level_cache.state()
-        found.append(
+        caches.append(
             BoundedLevels(
                 layer.level_cache.layout,
                 layer.level_cache.window,
@@ -169,4 +169,4 @@ def _levels(model: PreTrainedModel, max_length: int) -> list[BoundedLevels]:
                 value_shape=facts["value_shape"],
             )
         )
-    return found
+    return caches

@@ -25,7 +25,7 @@ from structattn.integrations.transformers.masks.structured_mask import Structure
 
 # What `check_inputs` reads, and what it found right in the call of a model that is running.
 _CHECKED = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "cache", "use_cache")
-_known: ContextVar[tuple[Any, ...] | None] = ContextVar("_known", default=None)
+_checked_inputs: ContextVar[tuple[Any, ...] | None] = ContextVar("_checked_inputs", default=None)
 
 
 def checked(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,39 +39,40 @@ def checked(forward: Callable[..., Any]) -> Callable[..., Any]:
     def checked_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if (cache := take_cache(kwargs)) is not None:
             kwargs[own_cache] = cache
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        given["cache"] = given.get(own_cache)
+        named = {**dict(zip(names, args, strict=False)), **kwargs}
+        named["cache"] = named.get(own_cache)
         if torch.compiler.is_compiling():  # a compiled program cannot keep what is known
-            number_layers(given["cache"])
-            check_inputs(self.config, given)
-            return run(self, given, args, kwargs)
-        seen = (self.config, *(given.get(name) for name in _CHECKED))
-        if (known := _known.get()) is None or any(a is not b for a, b in zip(seen, known, strict=True)):
-            check_inputs(self.config, given)
-        token = _known.set(seen)  # the model within a model for a task is given the same
+            number_layers(named["cache"])
+            check_inputs(self.config, named)
+            return run(self, named, args, kwargs)
+        seen = (self.config, *(named.get(name) for name in _CHECKED))
+        last = _checked_inputs.get()
+        if last is None or any(a is not b for a, b in zip(seen, last, strict=True)):
+            check_inputs(self.config, named)
+        token = _checked_inputs.set(seen)  # the model within a model for a task is given the same
         try:
-            return run(self, given, args, kwargs)
+            return run(self, named, args, kwargs)
         finally:
-            _known.reset(token)
+            _checked_inputs.reset(token)
 
-    def run(self: Any, given: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if given.get("inputs_embeds") is not None:
-            _check_as_weights(given["inputs_embeds"], self.get_input_embeddings().weight)
-        tokens = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
+    def run(self: Any, named: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if named.get("inputs_embeds") is not None:
+            _check_as_weights(named["inputs_embeds"], self.get_input_embeddings().weight)
+        tokens = named["input_ids"] if named.get("input_ids") is not None else named["inputs_embeds"]
         if "logits_to_keep" in names:  # a causal language model
-            check_keep(given.get("logits_to_keep", 0))
-            check_loss(given, tokens, self.config.vocab_size)
+            check_keep(named.get("logits_to_keep", 0))
+            check_loss(named, tokens, self.config.vocab_size)
         elif isinstance(self, GenericForTokenClassification):
-            check_loss(given, tokens, self.config.num_labels)
+            check_loss(named, tokens, self.config.num_labels)
         elif isinstance(self, GenericForSequenceClassification):
             if self.config.pad_token_id is None and tokens.shape[0] > 1:
                 raise ConfigError(
                     f"a batch of {tokens.shape[0]} rows needs config.pad_token_id, from which the last token of each "
                     "row is found"
                 )
-            if given.get("labels") is not None:
-                check_classes(given["labels"], tokens.shape[0], self.config)
-        asked = given.get("output_attentions")
+            if named.get("labels") is not None:
+                check_classes(named["labels"], tokens.shape[0], self.config)
+        asked = named.get("output_attentions")
         if (self.config.output_attentions if asked is None else asked) and has_adapter(type(self)):
             with asking_for_weights():
                 return forward(self, *args, **kwargs)
@@ -80,16 +81,16 @@ def checked(forward: Callable[..., Any]) -> Callable[..., Any]:
     return checked_forward
 
 
-def check_inputs(config: PreTrainedConfig, given: Mapping[str, Any]) -> None:
+def check_inputs(config: PreTrainedConfig, inputs: Mapping[str, Any]) -> None:
     """Checks the inputs of a decoder by name; missing ones are ``None``.
 
     Raises:
         ConfigError, ShapeError: neither or both of ``input_ids`` and ``inputs_embeds``; tokens that are not
             ints, or not in the vocabulary (on a CPU); another shape, type or dtype than expected.
     """
-    ids: Any = given.get("input_ids")
-    embeds: Any = given.get("inputs_embeds")
-    positions: Any = given.get("position_ids")
+    ids: Any = inputs.get("input_ids")
+    embeds: Any = inputs.get("inputs_embeds")
+    positions: Any = inputs.get("position_ids")
     if (ids is None) == (embeds is None):
         raise ConfigError(f"give either input_ids or inputs_embeds, got {'neither' if ids is None else 'both'}")
     if ids is not None:
@@ -115,18 +116,18 @@ def check_inputs(config: PreTrainedConfig, given: Mapping[str, Any]) -> None:
         _check_numbers("position_ids", positions, tokens)
         if positions.shape[0] not in (1, batch) or positions.shape[1] != length:
             raise ShapeError(f"position_ids must be of shape (1 or {batch}, {length}), got {tuple(positions.shape)}")
-    mask = given.get("attention_mask")
+    mask = inputs.get("attention_mask")
     made = tuple(mask.values()) if isinstance(mask, dict) else (mask,)  # transformers makes one for each kind of layer
-    if not made or not all(isinstance(one, Tensor | StructuredMask | None) for one in made):
+    if not made or not all(isinstance(x, Tensor | StructuredMask | None) for x in made):
         raise ConfigError(f"attention_mask must be a tensor of shape (batch, tokens), got {describe(mask)}")
     if isinstance(mask, Tensor):
         check_tensor("attention_mask", mask)
         _check_numbers("attention_mask", mask, tokens)
         _check_mask(mask, batch)
     remedy = "use level_cache(model) or leave it away"
-    check_type("cache", given.get("cache"), (Cache, type(None)), "a transformers.Cache or None", remedy)
-    if given.get("use_cache") is not None:
-        check_bool("use_cache", given["use_cache"])
+    check_type("cache", inputs.get("cache"), (Cache, type(None)), "a transformers.Cache or None", remedy)
+    if inputs.get("use_cache") is not None:
+        check_bool("use_cache", inputs["use_cache"])
 
 
 def _check_mask(mask: Tensor, batch: int) -> None:
@@ -149,17 +150,17 @@ def _check_mask(mask: Tensor, batch: int) -> None:
         )
 
 
-def check_loss(given: Mapping[str, Any], tokens: Tensor, vocab_size: int) -> None:
+def check_loss(inputs: Mapping[str, Any], tokens: Tensor, vocab_size: int) -> None:
     """Checks the inputs of a loss by name; missing ones are ``None``.
 
     Raises:
         ConfigError, ShapeError: ``labels`` or ``shift_labels`` are not one token, or ``ignore_index``, for
             each position; or ``ignore_index`` is no int.
     """
-    ignored = given.get("ignore_index", -100)
+    ignored = inputs.get("ignore_index", -100)
     check_int("ignore_index", ignored)
     for name in ("labels", "shift_labels"):
-        labels = given.get(name)
+        labels = inputs.get(name)
         if labels is None:
             continue
         _check_ints(name, labels, (torch.int64,))

@@ -44,15 +44,15 @@ def check_safe(path: object, arguments: dict[str, Any]) -> None:
         folder = Path(path, arguments.get("subfolder") or "")
         pickled = sorted(file.name for file in folder.glob("*.bin"))
         if not any(folder.glob("*.safetensors*")):
-            found = f"{pickled[0]}, a pickle, which can run code when it is read" if pickled else "no weights"
+            content = f"{pickled[0]}, a pickle, which can run code when it is read" if pickled else "no weights"
             raise CheckpointError(
-                f"{folder} holds {found}: expected model.safetensors; convert what there is with "
+                f"{folder} holds {content}: expected model.safetensors; convert what there is with "
                 "safetensors.torch.save_file"
             )
         indices = sorted(folder.glob("*.index.json"))
     else:  # a name on the hub, where transformers looks for the same index
-        known = {name: arguments[name] for name in WHERE if arguments.get(name) is not None}
-        index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, **_MAY_BE_MISSING, **known)
+        options = {name: arguments[name] for name in WHERE if arguments.get(name) is not None}
+        index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, **_MAY_BE_MISSING, **options)
         indices = [] if index is None else [Path(index)]
     for index in indices:
         _check_index(index)
@@ -105,7 +105,7 @@ class StructuredModelMixin(NotCopied):
         """
         if pretrained_model_name_or_path is not None or kwargs.get("state_dict") is None:  # None: weights in memory
             check_path("pretrained_model_name_or_path", pretrained_model_name_or_path)
-        given = dict(kwargs)
+        options = dict(kwargs)
         with_info = kwargs.pop("output_loading_info", False)
         other_shapes = kwargs.pop("ignore_mismatched_sizes", False)
         # transformers' own error for shapes does not say which: they are looked at below.
@@ -116,7 +116,7 @@ class StructuredModelMixin(NotCopied):
             "ignore_mismatched_sizes": True,
         }
         try:
-            check_safe(pretrained_model_name_or_path, given)
+            check_safe(pretrained_model_name_or_path, options)
             model, info = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)  # type: ignore[misc]
         except OSError as error:
             raise CheckpointError(
@@ -127,7 +127,8 @@ class StructuredModelMixin(NotCopied):
             raise CheckpointError(f"the weights in {pretrained_model_name_or_path} are damaged: {error}") from error
         if info["mismatched_keys"] and not other_shapes:
             wrong = [
-                f"{name} (saved {tuple(saved)}, expected {tuple(own)})" for name, saved, own in info["mismatched_keys"]
+                f"{name} (saved {tuple(saved)}, expected {tuple(expected)})"
+                for name, saved, expected in info["mismatched_keys"]
             ]
             raise CheckpointError(f"the weights have other shapes than config.json asks for: {first_keys(wrong)}")
         model.check_loaded(info)
@@ -155,7 +156,7 @@ class StructuredModelMixin(NotCopied):
         ):
             raise ConfigError("generate needs inputs: the token ids of the prompts, (batch, tokens)")
         settings = (kwargs.get("generation_config"), self.generation_config)  # type: ignore[attr-defined]
-        asked = (kwargs.get("use_cache"), *(getattr(one, "use_cache", None) for one in settings))
+        asked = (kwargs.get("use_cache"), *(getattr(config, "use_cache", None) for config in settings))
         if (cache := take_cache(kwargs)) is not None:
             if next((x for x in asked if x is not None), None) is False:
                 raise ConfigError(
@@ -217,8 +218,8 @@ class StructuredModelMixin(NotCopied):
         """Raises ``ConfigError``, unless nothing would change: the attention of this model is structured by
         its config.
         """
-        own = self.config._attn_implementation  # type: ignore[attr-defined]
-        if attn_implementation != own:
+        implementation = self.config._attn_implementation  # type: ignore[attr-defined]
+        if attn_implementation != implementation:
             raise ConfigError(_given_by_config(type(self), attn_implementation))
 
     def init_continuous_batching(
@@ -280,18 +281,18 @@ def structure_entry(config: PreTrainedConfig, names: list[str], optional: Sequen
     """The entry ``structattn`` of a config, with those names, of which some are optional; raises
     ``ConfigError`` for another one.
     """
-    given = getattr(config, "structattn", None)
-    if not isinstance(given, dict):
+    entry = getattr(config, "structattn", None)
+    if not isinstance(entry, dict):
         raise ConfigError(
             f"the config of a {config.model_type} model needs the entry 'structattn' with {', '.join(names)}, got "
-            f"{quoted(given)}: structurize() and save_pretrained write it"
+            f"{quoted(entry)}: structurize() and save_pretrained write it"
         )
-    for name in given:
+    for name in entry:
         if name not in names:
             raise ConfigError(
                 f"config.structattn has an unknown entry {quoted(name)}: {nearest_name(str(name), names)}"
             )
     for name in names:
-        if name not in given and name not in optional:
+        if name not in entry and name not in optional:
             raise ConfigError(f"config.structattn has no entry {quoted(name)}; it needs {', '.join(names)}")
-    return given
+    return entry

@@ -185,13 +185,13 @@ class StructAttnModel(StructAttnPreTrainedModel):
         """Features of the tokens of many requests, (1, T), at positions of the same shape."""
         if tokens is None or positions is None:
             raise ConfigError("a paged cache needs input_ids and position_ids, the positions of each request")
-        x, own = self.embed_tokens(tokens), positions[0].long()
+        x, row_positions = self.embed_tokens(tokens), positions[0].long()
         if self.position is not None:
-            if int(own.max()) >= self.config.max_position_embeddings:
-                raise _too_long(int(own.max()) + 1, self.config.max_position_embeddings)
-            x = x + self.position[own]
+            if int(row_positions.max()) >= self.config.max_position_embeddings:
+                raise _too_long(int(row_positions.max()) + 1, self.config.max_position_embeddings)
+            x = x + self.position[row_positions]
         for layer in self.layers:
-            x = layer.packed(x, cache, own)  # type: ignore[operator]
+            x = layer.packed(x, cache, row_positions)  # type: ignore[operator]
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x))
 
     def _checked_cache(self, cache: Cache | None, use_cache: bool | None) -> Cache | None:

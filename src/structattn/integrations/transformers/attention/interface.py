@@ -243,11 +243,11 @@ class RegisteredAttention:
                     "the config of this model has no max_position_embeddings to halve blocks from: give "
                     "register_attention a context_length"
                 )
-        if (found := self._variants.get(length)) is None:
-            found = Variant.of(self.spec, length or 1, self.backend)
+        if (variant := self._variants.get(length)) is None:
+            variant = Variant.of(self.spec, length or 1, self.backend)
             if not torch.compiler.is_compiling():  # a compiled program cannot keep objects for later calls
-                self._variants[length] = found
-        return found
+                self._variants[length] = variant
+        return variant
 
     def _order(self, module: nn.Module, head_dim: int) -> RunOrder:
         """The dimensions of a layer in the order of the levels."""
@@ -255,11 +255,11 @@ class RegisteredAttention:
         if self.rotary_split is None or layout is None or len(layout.ranks) == 1:
             return UNCHANGED
         rotation = read_rotation(module, head_dim) or Rotation("halves", head_dim)
-        if (found := self._orders.get(rotation)) is None:
-            found = RunOrder(runs_of(dimension_order(layout.ranks, self.rotary_split, rotation)))
+        if (order := self._orders.get(rotation)) is None:
+            order = RunOrder(runs_of(dimension_order(layout.ranks, self.rotary_split, rotation)))
             if not torch.compiler.is_compiling():
-                self._orders[rotation] = found
-        return found
+                self._orders[rotation] = order
+        return order
 
     def __call__(
         self,
@@ -332,11 +332,11 @@ def register_attention(
     attention = RegisteredAttention(
         spec=value, context_length=context_length, rotary_split=rotary_split, backend=backend
     )
-    known = AttentionInterface().get(name) if name != "eager" else "transformers"
-    if known is not None and known != attention:
+    registered = AttentionInterface().get(name) if name != "eager" else "transformers"
+    if registered is not None and registered != attention:
         raise ConfigError(
-            f"the attention implementation {quoted(name)} is registered already, as {quoted(known)}: choose another "
-            "name"
+            f"the attention implementation {quoted(name)} is registered already, as {quoted(registered)}: choose "
+            "another name"
         )
     register(name, attention, structured_mask)
     return name

@@ -69,8 +69,10 @@ def _parts(parameters: dict[str, Any], module: nn.Module) -> list[dict[str, Any]
         return [parameters]
     kinds = getattr(module.config, "layer_types", None)
     layer = getattr(module, "layer_idx", None)
-    own = parameters.get(kinds[layer]) if kinds and isinstance(layer, int) and layer < len(kinds) else None
-    return [own] if isinstance(own, dict) else [part for part in parameters.values() if isinstance(part, dict)]
+    layer_parameters = parameters.get(kinds[layer]) if kinds and isinstance(layer, int) and layer < len(kinds) else None
+    if isinstance(layer_parameters, dict):
+        return [layer_parameters]
+    return [part for part in parameters.values() if isinstance(part, dict)]
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

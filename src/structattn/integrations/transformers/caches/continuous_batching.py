@@ -224,14 +224,14 @@ class _Processor(ContinuousBatchProcessor):  # type: ignore[misc]
             f"{length} tokens need {needed} pages of the cache, which has {self.cache.num_blocks}: give it more memory "
             "(num_blocks or max_memory_percent of ContinuousBatchingConfig)"
         )
-        for one in (state, *_children(state)):
-            self._handle_request_error(error, one)
+        for request in (state, *_children(state)):
+            self._handle_request_error(error, request)
 
     def _generation_step(self, model: PreTrainedModel) -> None:
         # What a request has processed counts the tokens of this call already.
         requests = [
-            Tokens(one.state.request_id, one.state.position_offset - one.query_length, one.query_length)
-            for one in self.inputs_and_outputs.requests_in_batch
+            Tokens(request.state.request_id, request.state.position_offset - request.query_length, request.query_length)
+            for request in self.inputs_and_outputs.requests_in_batch
         ]
         with self.cache.step(requests):
             stream = self.inputs_and_outputs.compute_stream
@@ -255,12 +255,12 @@ class LevelBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
             raise ConfigError(
                 f"{type(model).__name__} cannot generate with continuous batching ({error}): use generate()"
             ) from error
-        own = self.continuous_batching_config
+        settings = self.continuous_batching_config
         refused = {
-            "use_async_batching": own.use_async_batching,
-            "use_cuda_graph": any(own.cuda_graph_booleans),
-            "varlen_compile_config": own.varlen_compile_config,
-            "cpu_offload_space": own.cpu_offload_space != 0,
+            "use_async_batching": settings.use_async_batching,
+            "use_cuda_graph": any(settings.cuda_graph_booleans),
+            "varlen_compile_config": settings.varlen_compile_config,
+            "cpu_offload_space": settings.cpu_offload_space != 0,
         }
         for name, value in refused.items():
             if value:
@@ -352,7 +352,7 @@ def _probed(model: PreTrainedModel) -> tuple[list[LayerShape], torch.dtype]:
     probe, config = ShapeProbe(), model.config.get_text_config()
     first = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
     token = first + 1 if getattr(config, "pad_token_id", None) == 0 else first
-    found = model(input_ids=token, position_ids=first, use_cache=False, is_causal=True, cache=probe).logits
+    packed = model(input_ids=token, position_ids=first, use_cache=False, is_causal=True, cache=probe).logits
     count = config.num_hidden_layers
     if sorted(probe.layers) != list(range(count)):
         raise ConfigError(
@@ -365,8 +365,8 @@ def _probed(model: PreTrainedModel) -> tuple[list[LayerShape], torch.dtype]:
             "continuous batching with levels keeps keys and values in one dtype on one device, and this model has "
             f"{sorted(map(str, probe.places))}"
         )
-    own = model(input_ids=token, use_cache=False).logits
-    if (own - found).norm() > 0.05 * own.norm():
+    expected = model(input_ids=token, use_cache=False).logits
+    if (expected - packed).norm() > 0.05 * expected.norm():
         raise ConfigError(
             f"the first token of {type(model).__name__} is not at position 0, where continuous batching of "
             "transformers puts it (RoBERTa counts from "

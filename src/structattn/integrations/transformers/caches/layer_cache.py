@@ -372,7 +372,7 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         try:
             cache.check_crop(length)
         except CacheError:
-            if self._recording is None or length < self._recording.before.length:
+            if self._recording is None or length < self._recording.cache.length:
                 raise
             return partial(self._go_on, self._recording.replay(length))
 

@@ -81,8 +81,8 @@ def number_layers(cache: Any) -> None:
     """In a compiled program: ``give_numbers`` to our layers of a cache that need them."""
     cache = of_decoder(cache)
     if isinstance(cache, Cache) and is_traced():
-        own = [layer for layer in cache.layers if isinstance(layer, LevelCacheLayer)]
-        if layers := [layer for layer in own if layer.number is None and layer.get_seq_length() > 0]:
+        level_layers = [layer for layer in cache.layers if isinstance(layer, LevelCacheLayer)]
+        if layers := [layer for layer in level_layers if layer.number is None and layer.get_seq_length() > 0]:
             give_numbers(layers)
 
 
@@ -105,7 +105,7 @@ def check_layers(cache: Cache) -> None:
         )
 
 
-class _Before:
+class _Snapshot:
     """What a layer of transformers was before it changes; of ``HybridCacheLayer`` only its states.
 
     What it refers to is kept, and not copied. So numbers that are written over in place, as the states of
@@ -144,9 +144,9 @@ class _Before:
         return not changed
 
 
-def _put_back(layers: list[_Before]) -> bool:
+def _put_back(layers: list[_Snapshot]) -> bool:
     """Makes layers what they were; false where one cannot be."""
-    return all([before.put_back() for before in layers])  # noqa: C419 - each of them, also after one that cannot
+    return all([snapshot.put_back() for snapshot in layers])  # noqa: C419 - each of them, also after one that cannot
 
 
 @contextmanager
@@ -166,7 +166,7 @@ def guarded(cache: Any) -> Iterator[None]:
     count = len(cache.layers)
     lengths = {id(layer): layer.get_seq_length() for layer in cache.layers if isinstance(layer, LevelCacheLayer)}
     is_traced = torch.compiler.is_compiling()  # a compiler knows no versions of tensors
-    others = [_Before(layer) for layer in cache.layers if type(layer) is not LevelCacheLayer and not is_traced]
+    others = [_Snapshot(layer) for layer in cache.layers if type(layer) is not LevelCacheLayer and not is_traced]
     try:
         yield
     except BaseException:
@@ -241,7 +241,7 @@ class LevelCaches(DynamicCache):  # type: ignore[misc]
                 if isinstance(layer, LevelCacheLayer):
                     changes.append(layer.cropped(count))
                 elif check_crop(layer, count, length):
-                    others.append((layer, _Before(layer)))
+                    others.append((layer, _Snapshot(layer)))
             except CacheError as error:
                 raise CacheError(f"layer {number} of the cache: {error}") from None
         with self._torn_unless_done():
@@ -249,7 +249,7 @@ class LevelCaches(DynamicCache):  # type: ignore[misc]
                 for layer, _ in others:
                     layer.crop(-count)
             except BaseException:
-                self.is_torn = not _put_back([before for _, before in others])
+                self.is_torn = not _put_back([snapshot for _, snapshot in others])
                 raise
             for change in changes:
                 change()
@@ -355,8 +355,8 @@ def level_cache(model: PreTrainedModel, *, max_length: int | None = None, page_s
     config = model.config.get_text_config(decoder=True)
     layers = DynamicCache(config=config).layers or [DynamicLayer() for _ in range(config.num_hidden_layers)]
     # transformers 5.17 makes layers of keys for the recurrent layers of Recurrent Gemma too.
-    known = model.attention_layers() if hasattr(model, "attention_layers") else range(len(layers))
-    for index in set(known) & set(range(len(layers))):
+    numbers = model.attention_layers() if hasattr(model, "attention_layers") else range(len(layers))
+    for index in set(numbers) & set(range(len(layers))):
         layers[index] = _own_layer(layers[index], max_length=max_length, page_size=page_size) or layers[index]
     return LevelCaches(layers=layers)
 
@@ -400,14 +400,14 @@ def level_cache_layer(cache: Cache, index: int) -> LevelCacheLayer:
     layer = cache.layers[index] if index < len(cache.layers) else None
     if isinstance(layer, LevelCacheLayer):
         return layer
-    own = _own_layer(layer)
-    if layer is None or own is None or layer.get_seq_length() > 0:
+    new_layer = _own_layer(layer)
+    if layer is None or new_layer is None or layer.get_seq_length() > 0:
         raise CacheError(
             f"layer {index} of the cache is {layer!r}, whose keys structured attention cannot use: give "
             "level_cache(model) (structattn.integrations.transformers), or no cache_implementation and no cache"
         )
-    own.record_past = getattr(layer, "record_past", False)
-    cache.layers[index] = own
+    new_layer.record_past = getattr(layer, "record_past", False)
+    cache.layers[index] = new_layer
     if type(cache) in (Cache, DynamicCache) and not torch.compiler.is_compiling():
         cache.__class__ = LevelCaches  # whose layers change together; the model may go on with the same object
-    return own
+    return new_layer

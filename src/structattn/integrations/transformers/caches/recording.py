@@ -18,12 +18,12 @@ class Recording:
     since then.
 
     Attributes:
-        before: the cache.
+        cache: before the recorded calls.
         since: (tokens before, how many, what appends them) of each call. One that failed is dropped by the
             next.
     """
 
-    before: LevelCache
+    cache: LevelCache
     since: list[tuple[int, int, Append]] = field(default_factory=list)
 
     def add(self, length: int, count: int, append: Append) -> None:
@@ -32,7 +32,7 @@ class Recording:
 
     def replay(self, length: int) -> LevelCache:
         """Another cache, with ``length`` tokens."""
-        cache = copy.deepcopy(self.before)  # other layers may still refuse to go back: then nothing has changed
+        cache = copy.deepcopy(self.cache)  # other layers may still refuse to go back: then nothing has changed
         for start, count, append in self.since:
             if start < length:
                 append(cache, min(count, length - start))

@@ -37,33 +37,33 @@ class Absorption:
     def __init__(
         self,
         model: PreTrainedModel,
-        found: Sequence[AttentionLayer],
+        attention: Sequence[AttentionLayer],
         calibration: Calibration,
         layouts: Mapping[int, LevelLayout],
     ) -> None:
         self.calibration = calibration
-        known = {layer.shape.index: layer for layer in calibration.layers}
-        needed = [layer for layer in found if _needs(known[layer.index], layouts.get(layer.index))]
-        projections = find_projections(model, [layer.module for layer in found]) if needed else {}
-        sources = {layer.keys_of for layer in found}
+        calibrated = {layer.shape.index: layer for layer in calibration.layers}
+        needed = [layer for layer in attention if _needs(calibrated[layer.index], layouts.get(layer.index))]
+        projections = find_projections(model, [layer.module for layer in attention]) if needed else {}
+        sources = {layer.keys_of for layer in attention}
         self.parts: list[tuple[Projections, LayerCalibration, LevelLayout]] = []
         for layer in needed:
-            one, layout = projections[layer.module], layouts[layer.index]
+            layer_projections, layout = projections[layer.module], layouts[layer.index]
             where = f"layer {layer.index} of {type(model).__name__}"
             if layer.keys_of is not None or layer.index in sources:
                 raise ConfigError(
                     f"{where} shares keys and values with other layers, whose basis cannot be changed: {_REMEDY}"
                 )
             names = (["values", "output"] if layout.value_ranks else []) + (
-                ["queries", "keys"] if known[layer.index].has_key_basis else []
+                ["queries", "keys"] if calibrated[layer.index].has_key_basis else []
             )
             for name in names:
-                if getattr(one, _FIELDS[name]) is None:
+                if getattr(layer_projections, _FIELDS[name]) is None:
                     raise ConfigError(
                         f"the {name} of {where} are not those of a linear layer: there is a norm, a clamp, a gate, an "
                         f"adapter (merge it first), a quantized weight or one that other layers use: {_REMEDY}"
                     )
-            self.parts.append((one, known[layer.index], layout))
+            self.parts.append((layer_projections, calibrated[layer.index], layout))
 
     @torch.no_grad()
     def write(self) -> None:

@@ -59,23 +59,23 @@ def pair_order(calibration: Calibration, layers: Sequence[LayerCalibration], lay
         layout: even ranks where there are pairs.
     """
     blocks = [calibration.nearest_block(size) for size in layout.block_sizes[1:]]
-    found: list[list[int]] = []
+    orders: list[list[int]] = []
     count = layers[0].moments.pair_effects.shape[-1]
     size = layers[0].shape.head_dim // count
     for head in range(layers[0].shape.num_kv_heads):
         left = list(range(count))
         order: list[int] = []
         for rank, block in zip(layout.ranks, [*blocks, None], strict=True):
-            own = left
+            chosen = left
             if block is not None:
                 effects = sum(layer.moments.pair_effects[block, head] for layer in layers)
                 assert isinstance(effects, Tensor)
                 ranked, _ = ranked_pairs(effects[left][:, left][None])
-                own = sorted(left[n] for n in ranked[0, : rank // size].tolist())
-            order += own
-            left = [pair for pair in left if pair not in own]
-        found.append(order)
-    return found
+                chosen = sorted(left[n] for n in ranked[0, : rank // size].tolist())
+            order += chosen
+            left = [pair for pair in left if pair not in chosen]
+        orders.append(order)
+    return orders
 
 
 def value_basis(calibration: Calibration, layer: LayerCalibration, layout: LevelLayout) -> Tensor:

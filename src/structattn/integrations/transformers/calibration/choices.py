@@ -68,19 +68,23 @@ def choices(calibration: Calibration, layers: Sequence[LayerCalibration], length
 
     def width(size: int) -> int:
         """The tokens that a level of blocks of this size keeps, over all heads."""
-        return sum(_tokens(size, length, one) for one in layers if one.shape.keys_of is None)
+        return sum(_tokens(size, length, layer) for layer in layers if layer.shape.keys_of is None)
 
-    known = [n for n, size in enumerate(calibration.block_sizes) if size < length]
+    calibrated = [n for n, size in enumerate(calibration.block_sizes) if size < length]
     units = [layer.sensitivity / layer.moments.output.clamp(min=1e-300) for layer in layers]
     zero = torch.zeros((), dtype=torch.float64)
-    keys = {n: sum((key_losses(one, n) * unit for one, unit in zip(layers, units, strict=True)), zero) for n in known}
+    keys = {
+        n: sum((key_losses(layer, n) * unit for layer, unit in zip(layers, units, strict=True)), zero)
+        for n in calibrated
+    }
     values = {
-        n: sum((value_losses(one, n) * unit for one, unit in zip(layers, units, strict=True)), zero) for n in known
+        n: sum((value_losses(layer, n) * unit for layer, unit in zip(layers, units, strict=True)), zero)
+        for n in calibrated
     }
     has_values = all(layer.has_value_basis for layer in layers)
     specs: list[tuple[tuple[int, ...], ...]] = []
     sizes, losses = [], []
-    sets = [some for count in range(1, _MOST_BLOCKS + 1) for some in combinations(known, count)]
+    sets = [some for count in range(1, _MOST_BLOCKS + 1) for some in combinations(calibrated, count)]
     for some in sets:
         blocks = [calibration.block_sizes[n] for n in reversed(some)]
         if any(a % b for a, b in pairwise(blocks)):
@@ -147,24 +151,27 @@ def _best(
     counts = torch.arange(step, dims, step)  # kept by a level and those before it
     if len(counts) < len(some):
         return None
-    outside, before = torch.zeros(len(counts), dtype=torch.float64), None
+    outside, previous = torch.zeros(len(counts), dtype=torch.float64), None
     froms: list[Tensor] = []
-    own: list[Tensor] = []
+    level_losses: list[Tensor] = []
     for level, block in enumerate(reversed(some)):
         here = losses[block][counts]
-        own.append((here - outside).clamp(min=0))
+        level_losses.append((here - outside).clamp(min=0))
         outside = here
-        total = own[-1] + prices[:, None] * counts * (widths[level] - widths[level + 1])
-        if before is not None:
-            least, place = before[:, :-1].cummin(dim=1)
+        total = level_losses[-1] + prices[:, None] * counts * (widths[level] - widths[level + 1])
+        if previous is not None:
+            least, place = previous[:, :-1].cummin(dim=1)
             total = total + torch.cat([torch.full_like(total[:, :1], torch.inf), least], dim=1)
             froms.append(torch.cat([place[:, :1], place], dim=1))
-        before = total
-    assert before is not None
-    at = [before.argmin(dim=1)]
+        previous = total
+    assert previous is not None
+    at = [previous.argmin(dim=1)]
     for places in reversed(froms):
         at.insert(0, places.gather(1, at[0][:, None])[:, 0])
     kept = torch.stack([counts[place] for place in at], dim=1)
     ranks = torch.diff(kept, dim=1, prepend=torch.zeros_like(kept[:, :1]), append=torch.full_like(kept[:, :1], dims))
-    lost = sum((one[place] for one, place in zip(own, at, strict=True)), torch.zeros(len(prices), dtype=torch.float64))
+    lost = sum(
+        (lost_at_level[place] for lost_at_level, place in zip(level_losses, at, strict=True)),
+        torch.zeros(len(prices), dtype=torch.float64),
+    )
     return [ranks, (ranks * torch.tensor(widths)).sum(dim=1).double(), lost]

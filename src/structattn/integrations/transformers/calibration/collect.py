@@ -23,7 +23,7 @@ from structattn.integrations.transformers.attention.registration import register
 from structattn.integrations.transformers.calibration.discovery import AttentionLayer, find_attention, observed
 from structattn.integrations.transformers.calibration.moments import Moments, distance_bucket
 from structattn.integrations.transformers.calibration.projections import Projections, find_projections, input_weights
-from structattn.integrations.transformers.calibration.record import Calibration, LayerCalibration, LayerShape
+from structattn.integrations.transformers.calibration.record import AttentionShape, Calibration, LayerCalibration
 from structattn.integrations.transformers.calibration.sensitivity import sensitivities
 from structattn.integrations.transformers.masks.mask_functions import structured_mask
 from structattn.integrations.transformers.masks.structured_mask import Sequences, StructuredMask
@@ -43,37 +43,37 @@ _KNOWN = ("input_ids", "attention_mask", "labels")
 class _Layer:
     """What is summed of one layer while batches pass."""
 
-    def __init__(self, found: AttentionLayer, projections: Projections, *, is_shared: bool) -> None:
-        self.found, self.shape = found, LayerShape.of(found)
+    def __init__(self, attention: AttentionLayer, projections: Projections, *, is_shared: bool) -> None:
+        self.attention, self.shape = attention, AttentionShape.of(attention)
         keys = projections.key
         self.options: dict[str, Any] = {
             "chunk_size": None,
-            "has_key_basis": found.rotation is None and projections.has_keys and not is_shared,
+            "has_key_basis": attention.rotation is None and projections.has_keys and not is_shared,
             "has_value_basis": projections.has_values and not is_shared,
             "has_key_bias": keys is not None and getattr(keys.layer, "bias", None) is not None,
         }
-        self.scale = 1 / math.sqrt(found.head_dim)
+        self.scale = 1 / math.sqrt(attention.head_dim)
         self.moments: Moments | None = None
         self.sensitivity = 0.0
         self.parts: Tensor | None = None
-        metrics = torch.eye(found.value_dim, dtype=torch.float64).expand(found.num_heads, -1, -1)
+        metrics = torch.eye(attention.value_dim, dtype=torch.float64).expand(attention.num_heads, -1, -1)
         if projections.out is not None:
             weight = input_weights(projections.out).double().cpu()
             metrics = weight @ weight.mT
-        self.metric = metrics.unflatten(0, (found.num_kv_heads, -1)).mean(dim=1)
+        self.metric = metrics.unflatten(0, (attention.num_kv_heads, -1)).mean(dim=1)
         values, vectors = torch.linalg.eigh(metrics)
         self.root = vectors * values.clamp(min=0).sqrt()[:, None] @ vectors.mT
 
     def ready(self, like: Tensor, num_blocks: int) -> Moments:
         """The sums, made for the first batch on the device of its states."""
         if self.moments is None:
-            own = self.shape
-            if self.found.rotation is not None:
-                self.parts = torch.tensor(self.found.rotation.pairs(own.head_dim), device=like.device)
+            shape = self.shape
+            if self.attention.rotation is not None:
+                self.parts = torch.tensor(self.attention.rotation.pairs(shape.head_dim), device=like.device)
             elif not self.options["has_key_basis"]:
-                self.parts = torch.arange(own.head_dim, device=like.device)[:, None]
+                self.parts = torch.arange(shape.head_dim, device=like.device)[:, None]
             count = 0 if self.parts is None else len(self.parts)
-            sizes = (own.num_kv_heads, own.head_dim, own.value_dim, count, num_blocks, _DISTANCES)
+            sizes = (shape.num_kv_heads, shape.head_dim, shape.value_dim, count, num_blocks, _DISTANCES)
             self.moments = Moments.zeros(*sizes, device=like.device)
             self.root = self.root.to(like)
         return self.moments
@@ -198,14 +198,14 @@ register(_NAME, _attention, structured_mask)
 
 def _inputs(batch: object, model: PreTrainedModel) -> tuple[dict[str, Tensor], list[tuple[int, int]]]:
     """The tokens and the mask of a batch, and where the real tokens of each row begin and end."""
-    given: Mapping[str, Any] = batch if isinstance(batch, Mapping) else {"input_ids": batch}
-    for name in given:
+    named: Mapping[str, Any] = batch if isinstance(batch, Mapping) else {"input_ids": batch}
+    for name in named:
         if name not in _KNOWN:
             raise ConfigError(
                 f"a batch has {', '.join(_KNOWN)}, got {describe(name)}: texts that are packed or have positions of "
                 "their own cannot be calibrated with"
             )
-    inputs = {name: given[name] for name in ("input_ids", "attention_mask") if given.get(name) is not None}
+    inputs = {name: named[name] for name in ("input_ids", "attention_mask") if named.get(name) is not None}
     check_inputs(model.config, inputs)
     ids, mask = inputs["input_ids"], inputs.get("attention_mask")
     if mask is None:
@@ -228,9 +228,9 @@ def _inputs(batch: object, model: PreTrainedModel) -> tuple[dict[str, Tensor], l
     return {name: x.to(model.device) for name, x in inputs.items()}, spans
 
 
-def _blocks(given: Sequence[int] | None, length: int) -> tuple[int, ...]:
+def _blocks(block_sizes: Sequence[int] | None, length: int) -> tuple[int, ...]:
     """The block sizes, checked: by default powers of 2 below the length of the first batch."""
-    if given is None:
+    if block_sizes is None:
         sizes = tuple(2**n for n in range(4, max(length - 1, 1).bit_length()))
         if not sizes:
             raise ConfigError(
@@ -238,9 +238,9 @@ def _blocks(given: Sequence[int] | None, length: int) -> tuple[int, ...]:
                 f"{_SMALLEST_BLOCK} tokens, or block_sizes"
             )
         return sizes
-    sizes = positive_ints(given, "block_sizes", MAX_LENGTH)
+    sizes = positive_ints(block_sizes, "block_sizes", MAX_LENGTH)
     if list(sizes) != sorted(set(sizes)):
-        raise ConfigError(f"block_sizes must rise, got {describe(given)}")
+        raise ConfigError(f"block_sizes must rise, got {describe(block_sizes)}")
     return sizes
 
 
@@ -297,14 +297,14 @@ def calibrate(
     check_type("batches", batches, Iterable, "an iterable of tensors (batch, tokens) or of dicts with input_ids")
     if num_queries is not None:
         check_size("num_queries", num_queries, MAX_LENGTH)
-    found = find_attention(model)
-    projections = find_projections(model, [layer.module for layer in found])
-    sources = {layer.keys_of for layer in found}
+    attention = find_attention(model)
+    projections = find_projections(model, [layer.module for layer in attention])
+    sources = {layer.keys_of for layer in attention}
     layers = {
         layer.module: _Layer(
             layer, projections[layer.module], is_shared=layer.keys_of is not None or layer.index in sources
         )
-        for layer in found
+        for layer in attention
     }
     collector: _Collector | None = None
     longest = 0

@@ -72,7 +72,7 @@ class _Seen(DynamicLayer):  # type: ignore[misc]
     """
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        self.given = key_states
+        self.marked_keys = key_states
         return key_states, value_states
 
 
@@ -134,9 +134,11 @@ register(_NAME, _record, structured_mask)
 
 def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
     """The configs of a model's modules, and their parts, which may be of no module."""
-    own = [module.config for module in model.modules() if isinstance(getattr(module, "config", None), PreTrainedConfig)]
-    parts = [getattr(config, name, None) for config in own for name in config.sub_configs]
-    return [*own, *(part for part in parts if isinstance(part, PreTrainedConfig))]
+    configs = [
+        module.config for module in model.modules() if isinstance(getattr(module, "config", None), PreTrainedConfig)
+    ]
+    parts = [getattr(config, name, None) for config in configs for name in config.sub_configs]
+    return [*configs, *(part for part in parts if isinstance(part, PreTrainedConfig))]
 
 
 @contextmanager
@@ -145,11 +147,11 @@ def observed(model: PreTrainedModel, implementation: str) -> Iterator[None]:
     gradients; afterwards everything is as before.
     """
     # Some models keep tensors of a call in their modules, such as recurrent states.
-    before = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
+    saved = [(module, dict(vars(module)), dict(module._buffers)) for module in model.modules()]
     classes = {module: type(module) for module in model.modules() if adapted_class(type(module)) is not type(module)}
     configs = [(config, config._attn_implementation) for config in _configs(model)]
     try:
-        for module, _, _ in before:
+        for module, _, _ in saved:
             module.training = False
         if classes:
             model.config._attn_implementation = implementation
@@ -165,7 +167,7 @@ def observed(model: PreTrainedModel, implementation: str) -> Iterator[None]:
             module.__class__ = kind
         for config, implementation in configs:
             config._attn_implementation = implementation
-        for module, attributes, buffers in before:
+        for module, attributes, buffers in saved:
             vars(module).clear()
             vars(module).update(attributes)
             module._buffers.clear()
@@ -283,7 +285,7 @@ def _check_calls(model: PreTrainedModel, cache: Cache) -> None:
                 f"the cache of layer {index} holds more than keys and values ({type(layer).__name__}), and a "
                 "compressed cache only these"
             )
-        if getattr(layer, "given", None) is not call.key:
+        if getattr(layer, "marked_keys", None) is not call.key:
             raise ConfigError(
                 f"its {kind} changes its keys after it has cached them, or does not cache them, so that a compressed "
                 "cache cannot hold them"
@@ -291,9 +293,9 @@ def _check_calls(model: PreTrainedModel, cache: Cache) -> None:
         layers[index] = call
 
 
-def _source(call: _Call, before: Iterable[_Call]) -> int | None:
+def _source(call: _Call, earlier: Iterable[_Call]) -> int | None:
     """The number of the first layer that scored the keys of a call before it; ``None`` if they are new."""
-    return next((other.index for other in before if other.key is call.key), None)
+    return next((other.index for other in earlier if other.key is call.key), None)
 
 
 def _layer(calls: tuple[_Call, ...], keys_of: int | None) -> AttentionLayer:
@@ -321,10 +323,10 @@ def _rotation(calls: tuple[_Call, ...], head_dim: int) -> Rotation | None:
     module, first = calls[0].module, calls[0].query
     if first.is_meta:
         return read_rotation(module, head_dim)
-    found = [_rotated_pairs(_rows(first), _rows(call.query)) for call in calls[1:]]
-    if None in found:
+    pairings = [_rotated_pairs(_rows(first), _rows(call.query)) for call in calls[1:]]
+    if None in pairings:
         return read_rotation(module, head_dim)
-    pairs: set[tuple[int, int]] = set().union(*(each for each in found if each is not None))
+    pairs: set[tuple[int, int]] = set().union(*(each for each in pairings if each is not None))
     if not pairs:
         return None
     low, high = min(pairs)
@@ -356,12 +358,14 @@ def _rotated_pairs(still: Tensor, moved: Tensor) -> set[tuple[int, int]] | None:
     products, targets = still.T @ still, still.T @ moved
     square = products.diagonal()
     total = moved.square().sum(dim=0).clamp(min=1e-300)
-    own = targets.diagonal()
-    alone = 1 - own.square() / (square.clamp(min=1e-300) * total)
+    diagonal = targets.diagonal()
+    alone = 1 - diagonal.square() / (square.clamp(min=1e-300) * total)
     # Row i, column j: of dimension i, regressed on i and j.
     determinant = square[:, None] * square - products.square()
     fitted = (
-        own[:, None].square() * square - 2 * own[:, None] * targets.T * products + targets.T.square() * square[:, None]
+        diagonal[:, None].square() * square
+        - 2 * diagonal[:, None] * targets.T * products
+        + targets.T.square() * square[:, None]
     )
     is_singular = determinant <= 1e-9 * square[:, None] * square
     left = (1 - fitted / determinant.clamp(min=1e-300) / total[:, None]).masked_fill(is_singular, torch.inf)

@@ -128,13 +128,13 @@ class Moments:
         per_group = q.shape[0] // k.shape[0]
         for head in range(q.shape[0]):
             group = head // per_group
-            key, value, own = k[group], v[group], weights[head]
-            out = own @ value
+            key, value, head_weights = k[group], v[group], weights[head]
+            out = head_weights @ value
             self.output += (out @ root[head]).double().square().sum()
             moved = value @ root[head]
             at = out @ root[head]
             distance = (moved.square().sum(1)[None] - 2 * at @ moved.T + at.square().sum(1)[:, None]).clamp(min=0)
-            costs = own.square() * distance
+            costs = head_weights.square() * distance
             scores = None if parts is None else _part_scores(q[head], key, parts, scale)
             if scores is not None:
                 self._add_energy(scores, places, group)
@@ -148,7 +148,7 @@ class Moments:
                 if first < end:
                     keys = torch.arange(first, end, device=q.device)
                     shown = (keys >= later[:, None]) & (keys < starts[block][:, None])
-                    near = own[:, first:end] * shown
+                    near = head_weights[:, first:end] * shown
                     lost = lost + near @ value[first:end]
                     if scores is not None and effect is not None:
                         weighted = scores[:, :, first:end] * near

@@ -66,8 +66,8 @@ class Projections:
 
     def owned(self, uses: Mapping[int, int]) -> Projections:
         """Without those whose weights are used elsewhere too; ``uses`` counts parameters by their id."""
-        known = {field.name: getattr(self, field.name) for field in fields(self)}
-        shared = {name: None for name, rows in known.items() if rows and uses[id(rows.layer.weight)] > 1}
+        by_name = {field.name: getattr(self, field.name) for field in fields(self)}
+        shared = {name: None for name, rows in by_name.items() if rows and uses[id(rows.layer.weight)] > 1}
         return replace(self, **shared)
 
     @property
@@ -158,15 +158,15 @@ def find_projections(model: PreTrainedModel, modules: Sequence[nn.Module]) -> di
     Cost: two forward passes of 64 tokens.
     """
     first = _probed(model, modules, {})
-    found = {module: _projections(probe) for module, probe in first.items()}
+    projections = {module: _projections(probe) for module, probe in first.items()}
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    found = {module: one.owned(uses) for module, one in found.items()}
-    others = {rows.layer: rows.index.flatten() for one in found.values() if (rows := one.value) is not None}
+    projections = {module: shown.owned(uses) for module, shown in projections.items()}
+    others = {rows.layer: rows.index.flatten() for shown in projections.values() if (rows := shown.value) is not None}
     second = _probed(model, modules, others)
     return {
         # Keys and queries that are made of the values' features too would change with them.
-        module: one if _has_equal_keys(first[module], second[module]) else replace(one, value=None)
-        for module, one in found.items()
+        module: shown if _has_equal_keys(first[module], second[module]) else replace(shown, value=None)
+        for module, shown in projections.items()
     }
 
 
@@ -194,8 +194,8 @@ def _probed(
 def _projections(probe: _Probe) -> Projections:
     """What one module shows; features that two of its states share are of none."""
     query, key, value = (_rows(x, probe.made) for x in probe.states)
-    shared = {feature for one in (query, key, value) if one is not None for feature in one.features}
-    if sum(len(one.features) for one in (query, key, value) if one is not None) > len(shared):
+    shared = {feature for rows in (query, key, value) if rows is not None for feature in rows.features}
+    if sum(len(rows.features) for rows in (query, key, value) if rows is not None) > len(shared):
         query = key = value = None
     out = None if probe.output is None else _rows(probe.output.transpose(1, 2), probe.read)
     if out is not None and not math.isclose(out.factor, 1):
@@ -203,13 +203,13 @@ def _projections(probe: _Probe) -> Projections:
     return Projections(query, key, value, out)
 
 
-def _rows(states: Tensor, known: Mapping[nn.Module, Tensor]) -> Rows | None:
+def _rows(states: Tensor, tensors: Mapping[nn.Module, Tensor]) -> Rows | None:
     """The features of one of some layers that states (1, heads, T, dimensions) are; ``None`` if they are of
     none, or twice the same.
     """
     wanted = states[0].transpose(1, 2).flatten(0, 1).double().cpu()
-    for layer, given in known.items():
-        features = given.reshape(-1, given.shape[-1]).double().cpu().T
+    for layer, tensor in tensors.items():
+        features = tensor.reshape(-1, tensor.shape[-1]).double().cpu().T
         if features.shape[1] != wanted.shape[1]:
             continue
         likeness = F.normalize(wanted, dim=1) @ F.normalize(features, dim=1).T

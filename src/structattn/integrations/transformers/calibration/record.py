@@ -25,7 +25,7 @@ _OPTIONS = ("scale", "sensitivity", "has_key_basis", "has_value_basis", "has_key
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerShape:
+class AttentionShape:
     """The sizes of an attention layer.
 
     Attributes:
@@ -47,7 +47,7 @@ class LayerShape:
     keys_of: int | None
 
     @classmethod
-    def of(cls, layer: AttentionLayer) -> LayerShape:
+    def of(cls, layer: AttentionLayer) -> AttentionShape:
         """That of a layer that was found in a model."""
         return cls(
             index=layer.index,
@@ -86,7 +86,7 @@ class LayerCalibration:
         chunk_size: tokens only see their own chunk of this many; ``None``: all earlier ones.
     """
 
-    shape: LayerShape
+    shape: AttentionShape
     scale: float
     sensitivity: float
     has_key_basis: bool
@@ -125,17 +125,17 @@ class Calibration:
 
     def check(self, layers: Sequence[AttentionLayer]) -> None:
         """Raises ``ConfigError`` unless these layers have the shapes of the model that was calibrated."""
-        shapes = [LayerShape.of(layer) for layer in layers]
+        shapes = [AttentionShape.of(attention) for attention in layers]
         if len(shapes) != len(self.layers):
             raise ConfigError(
                 f"the calibration is of a model with {len(self.layers)} attention layers, and this one has "
                 f"{len(shapes)}: calibrate this model"
             )
-        for own, other in zip(self.layers, shapes, strict=True):
-            if own.shape != other:
+        for layer, other in zip(self.layers, shapes, strict=True):
+            if layer.shape != other:
                 raise ConfigError(
-                    f"the calibration is of another model: layer {own.shape.index} has {own.shape} there, and layer "
-                    f"{other.index} of this model {other}: calibrate this model"
+                    f"the calibration is of another model: layer {layer.shape.index} has {layer.shape} there, and "
+                    f"layer {other.index} of this model {other}: calibrate this model"
                 )
 
     def nearest_block(self, size: int) -> int:
@@ -168,7 +168,7 @@ class Calibration:
         data, tensors = read_tensors(path, _KEY, what="calibration", remedy="calibrate again", version=FORMAT_VERSION)
         layers = tuple(
             LayerCalibration(
-                shape=LayerShape(**shape),
+                shape=AttentionShape(**shape),
                 **options,
                 metric=tensors[f"{number}.metric"],
                 moments=Moments(**{field.name: tensors[f"{number}.{field.name}"] for field in fields(Moments)}),

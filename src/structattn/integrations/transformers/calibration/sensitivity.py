@@ -122,23 +122,23 @@ def sensitivities(
     """
     rows = max(1, _TOKENS // real.shape[1])
     inputs, real = {name: x[:rows] for name, x in inputs.items()}, real[:rows]
-    found = {}
-    before: Tensor | None = None
+    by_module = {}
+    reference: Tensor | None = None
     for module in counted([None, *roots], "measuring the sensitivity of layers"):
         root = torch.empty(0) if module is None else roots[module]
         _active.append(_Change(module, root, block_size, real))
         try:
-            after = _predictions(model, inputs, real)
+            predictions = _predictions(model, inputs, real)
         finally:
             _active.pop()
-        if before is None:
-            before = after
+        if reference is None:
+            reference = predictions
         elif module is not None:
-            found[module] = _distance(before, after) / _ERROR
-    return found
+            by_module[module] = _distance(reference, predictions) / _ERROR
+    return by_module
 
 
-def _distance(before: Tensor, after: Tensor) -> float:
-    if before.dtype == torch.float64:
-        return float((after - before).square().sum() / before.square().sum().clamp(min=1e-300))
-    return max(0.0, float((before.exp() * (before - after)).sum(-1).mean()))
+def _distance(reference: Tensor, changed: Tensor) -> float:
+    if reference.dtype == torch.float64:
+        return float((changed - reference).square().sum() / reference.square().sum().clamp(min=1e-300))
+    return max(0.0, float((reference.exp() * (reference - changed)).sum(-1).mean()))

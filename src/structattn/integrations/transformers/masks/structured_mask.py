@@ -104,8 +104,8 @@ def jumps(position_ids: Tensor) -> tuple[Tensor, Tensor]:
     T - 1 > 1, and a program that it exports refuses 1 and 2 tokens.
     """
     steps = torch.arange(position_ids.shape[1], device=position_ids.device)
-    before = (steps - 1).clamp(min=0)
-    return (position_ids != position_ids[:, before] + 1) & (steps > 0), before
+    previous = (steps - 1).clamp(min=0)
+    return (position_ids != position_ids[:, previous] + 1) & (steps > 0), previous
 
 
 def read_packing(position_ids: Tensor | None, attention_mask: Tensor | None, num_past: int) -> Tensor | None:
@@ -132,10 +132,10 @@ def read_packing(position_ids: Tensor | None, attention_mask: Tensor | None, num
         )
     if position_ids.shape[1] == 1:
         return None
-    starts, before = jumps(position_ids)
+    starts, previous = jumps(position_ids)
     if attention_mask is not None:
         real = attention_mask[:, num_past:] != 0
-        starts = starts & real & real[:, before]
+        starts = starts & real & real[:, previous]
     if torch.compiler.is_compiling():
         torch._assert_async(
             ~starts.any(), "sequences packed by position_ids cannot be compiled: leave this batch uncompiled, or pad it"
@@ -347,12 +347,12 @@ class StructuredMask(Placeholder):
         """The given offsets; raises if they contradict the positions."""
         if self.attention_mask is not None or self.pairs is not None or self.num_past > 0:
             raise ConfigError("cu_seq_lens_q is for packed sequences without a cache and without an attention mask")
-        given = cu_seqlens.to(torch.int64)
-        if shown is not None and not torch.equal(given, shown.to(given.device)):
+        offsets = cu_seqlens.to(torch.int64)
+        if shown is not None and not torch.equal(offsets, shown.to(offsets.device)):
             raise ConfigError(
-                f"cu_seq_lens_q and position_ids show different sequences: {given.tolist()} and {shown.tolist()}"
+                f"cu_seq_lens_q and position_ids show different sequences: {offsets.tolist()} and {shown.tolist()}"
             )
-        return given
+        return offsets
 
     @property
     def left_padding(self) -> Tensor | None:

@@ -49,14 +49,14 @@ def check_call(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, A
         return
     assert isinstance(positions, Tensor)
     held = division.attention(None).positions(lengths).to(positions.device)
-    found = positions - held
-    if bool((found != found[:, :1]).any()):
+    offset = positions - held
+    if bool((offset != offset[:, :1]).any()):
         error = ConfigError(
             f"position_ids must be those of the tokens that this process has in {division.order!r} order, as "
             "sequence_shard gives them; packed "
             "sequences need cu_seq_lens_q, counted in the whole row"
         )
-    agreed_lengths(processes, device, length, {"position_ids of the first token in all": int(found[0, 0])}, error)
+    agreed_lengths(processes, device, length, {"position_ids of the first token in all": int(offset[0, 0])}, error)
 
 
 def _error_of(positions: object, named: dict[str, Any]) -> ConfigError | None:
@@ -114,20 +114,20 @@ def sequence_shard(batch: Mapping[str, Tensor], mesh: DeviceMesh, *, order: Orde
         raise ConfigError(
             "a sequence with padding cannot be divided: give rows of real tokens, cut or packed to one length"
         )
-    own = SequenceShard(mesh, length, order=order).take
+    take = SequenceShard(mesh, length, order=order).take
     positions = batch.get("position_ids")
     shard: dict[str, Any] = {"use_cache": False}
     if positions is None:
         positions = torch.arange(length, device=tokens.device)[None].expand(tokens.shape[0], -1)
     elif (offsets := read_packing(positions, None, 0)) is not None:
         shard["cu_seq_lens_q"] = offsets
-    shard |= {"input_ids": own(tokens), "position_ids": own(positions)}
+    shard |= {"input_ids": take(tokens), "position_ids": take(positions)}
     if (labels := batch.get("labels")) is not None:
         shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=_IGNORED)
         # A loss is computed where labels are given, and from shift_labels where these are.
         shard |= {
-            "labels": own(labels),
-            "shift_labels": own(shifted),
+            "labels": take(labels),
+            "shift_labels": take(shifted),
             "num_items_in_batch": (shifted != _IGNORED).sum(),
         }
     return shard

@@ -84,17 +84,17 @@ class StructureRecord:
             ConfigError: it is missing, incomplete, or does not fit the config.
         """
         names = [field.name for field in fields(cls)]
-        given = structure_entry(config, names, optional=names[3:])
-        count, split = config.num_hidden_layers, given["rotary_split"]
-        specs = _one_per_layer("specs", given["specs"], count, "specs")
-        length = given["context_length"]
+        entry = structure_entry(config, names, optional=names[3:])
+        count, split = config.num_hidden_layers, entry["rotary_split"]
+        specs = _one_per_layer("specs", entry["specs"], count, "specs")
+        length = entry["context_length"]
         check_int("config.structattn['context_length']", length, minimum=1)
         for spec in specs:
             if spec is not None:
                 trained_spec(spec).layout_for(length)
-        if "rotations" in given:
-            rotations = _one_per_layer("rotations", given["rotations"], count, "rotations such as 'halves:64'")
-            attention = given.get("attention")
+        if "rotations" in entry:
+            rotations = _one_per_layer("rotations", entry["rotations"], count, "rotations such as 'halves:64'")
+            attention = entry.get("attention")
         else:
             dims = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
             rotations = (None if config.model_type == "structattn_gpt2" else f"halves:{dims}",) * count
@@ -111,7 +111,7 @@ class StructureRecord:
             raise ConfigError(
                 f"config.structattn['attention'] must be the name of an attention class, got {quoted(attention)}"
             )
-        keys_of = _keys_of(given.get("keys_of"), specs, rotations)
+        keys_of = _keys_of(entry.get("keys_of"), specs, rotations)
         return cls(
             specs=specs,
             context_length=length,
@@ -120,7 +120,7 @@ class StructureRecord:
             rotations=rotations,
             keys_of=keys_of,
             pair_orders=read_pair_orders(
-                given.get("pair_orders"), specs, rotations, length, is_needed=split in CALIBRATED_SPLITS
+                entry.get("pair_orders"), specs, rotations, length, is_needed=split in CALIBRATED_SPLITS
             ),
         )
 
@@ -142,26 +142,28 @@ class StructureRecord:
         return Structure.of(variant, orders or split, pairs, has_keys=self.keys_of[layer] is None)
 
 
-def _one_per_layer(name: str, given: Any, count: int, what: str) -> tuple[str | None, ...]:
-    if not isinstance(given, list | tuple) or not all(isinstance(one, str | None) for one in given):
-        raise ConfigError(f"config.structattn[{name!r}] must be a list of {what} or nulls, got {quoted(given)}")
-    if len(given) != count:
-        raise ConfigError(f"config.structattn[{name!r}] needs one entry per layer: expected {count}, got {len(given)}")
-    return tuple(given)
-
-
-def _keys_of(given: Any, specs: Sequence[str | None], rotations: Sequence[str | None]) -> tuple[int | None, ...]:
-    """The entry ``keys_of``, checked: layers that score the same keys need one spec."""
-    if given is None:
-        return (None,) * len(specs)
-    if not isinstance(given, list | tuple) or len(given) != len(specs):
+def _one_per_layer(name: str, entries: Any, count: int, what: str) -> tuple[str | None, ...]:
+    if not isinstance(entries, list | tuple) or not all(isinstance(entry, str | None) for entry in entries):
+        raise ConfigError(f"config.structattn[{name!r}] must be a list of {what} or nulls, got {quoted(entries)}")
+    if len(entries) != count:
         raise ConfigError(
-            f"config.structattn['keys_of'] needs a layer or null for each of {len(specs)} layers, got {quoted(given)}"
+            f"config.structattn[{name!r}] needs one entry per layer: expected {count}, got {len(entries)}"
         )
-    for layer, source in enumerate(given):
+    return tuple(entries)
+
+
+def _keys_of(sources: Any, specs: Sequence[str | None], rotations: Sequence[str | None]) -> tuple[int | None, ...]:
+    """The entry ``keys_of``, checked: layers that score the same keys need one spec."""
+    if sources is None:
+        return (None,) * len(specs)
+    if not isinstance(sources, list | tuple) or len(sources) != len(specs):
+        raise ConfigError(
+            f"config.structattn['keys_of'] needs a layer or null for each of {len(specs)} layers, got {quoted(sources)}"
+        )
+    for layer, source in enumerate(sources):
         if source is None:
             continue
-        if not is_int(source) or not 0 <= source < len(specs) or given[source] is not None:
+        if not is_int(source) or not 0 <= source < len(specs) or sources[source] is not None:
             raise ConfigError(
                 f"config.structattn['keys_of'] must name layers that have keys of their own, got {quoted(source)}"
             )
@@ -170,7 +172,7 @@ def _keys_of(given: Any, specs: Sequence[str | None], rotations: Sequence[str | 
                 f"layer {layer} scores the keys of layer {source}, so that both need one spec: got {specs[layer]} and "
                 f"{specs[source]}"
             )
-    return tuple(given)
+    return tuple(sources)
 
 
 class StructurizedConfig(OwnErrors, ReturnsWeights, SelfLoadingConfig):
@@ -331,10 +333,10 @@ def structurized_class(kind: type[PreTrainedModel], config: type[PreTrainedConfi
         config: the config class, of transformers or ours.
     """
     plain = config.__bases__[1] if issubclass(config, StructurizedConfig) else config
-    own = structurized_config(plain)
+    config_class = structurized_config(plain)
     if (kind, plain) not in _MODELS:
         family = "" if plain is kind.config_class else plain.__name__.removesuffix("Config")
-        names = {"config_class": own, "__module__": __name__, "forward": checked(kind.forward)}
+        names = {"config_class": config_class, "__module__": __name__, "forward": checked(kind.forward)}
         # Programs look for GenerationMixin among the direct bases, where transformers' own classes have it.
         direct = (GenerationMixin,) if GenerationMixin in kind.__bases__ else ()
         bases = (StructurizedModel, kind, *direct)
@@ -345,12 +347,12 @@ def structurized_class(kind: type[PreTrainedModel], config: type[PreTrainedConfi
     return _MODELS[kind, plain]
 
 
-def _read_as(own: str, plain: str) -> None:
-    """Saved weights of ``own``, a model type or a class, have the names and shapes that transformers gives
-    those of ``plain``: experts one by one, for example.
+def _read_as(name: str, plain_name: str) -> None:
+    """Saved weights of ``name``, a model type or a class, have the names and shapes that transformers gives
+    those of ``plain_name``: experts one by one, for example.
     """
-    if mapping := get_checkpoint_conversion_mapping(plain):
-        register_checkpoint_conversion_mapping(own, mapping, overwrite=True)
+    if mapping := get_checkpoint_conversion_mapping(plain_name):
+        register_checkpoint_conversion_mapping(name, mapping, overwrite=True)
 
 
 def class_named(name: str) -> type | None:
@@ -374,7 +376,9 @@ def saved_class(config: PreTrainedConfig, names: Sequence[str]) -> type[PreTrain
     """Our class of one of these names for a config; ``None`` if there is none."""
     for name in names:
         class_named(name)  # makes it, if the Auto classes do not know it
-    return next((own for own in _MODELS.values() if own.config_class is type(config) and own.__name__ in names), None)
+    return next(
+        (kind for kind in _MODELS.values() if kind.config_class is type(config) and kind.__name__ in names), None
+    )
 
 
 def _register_later(model_type: str, name: str) -> None:
@@ -393,9 +397,9 @@ def _register_later(model_type: str, name: str) -> None:
     def from_dict(*args: Any, **kwargs: Any) -> Any:
         return made().from_dict(*args, **kwargs)
 
-    own = f"{_PREFIX}{model_type}"
-    names = {"model_type": own, "__new__": new, "from_dict": staticmethod(from_dict), "__module__": __name__}
-    AutoConfig.register(own, type(f"{_CLASS_PREFIX}{name}", (), names))
+    our_type = f"{_PREFIX}{model_type}"
+    names = {"model_type": our_type, "__new__": new, "from_dict": staticmethod(from_dict), "__module__": __name__}
+    AutoConfig.register(our_type, type(f"{_CLASS_PREFIX}{name}", (), names))
 
 
 for (

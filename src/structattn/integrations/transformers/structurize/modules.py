@@ -169,9 +169,9 @@ class StructuredAttention(NumberedLayer):
                 "the attention of this model is given by its config, and its attn_implementation was changed to "
                 f"{quoted(asked)}: set it back to {IMPLEMENTATION!r}"
             )
-        for given in (*args, *kwargs.values()):
-            if isinstance(given, Cache) and self.structure.has_keys:
-                level_cache_layer(of_decoder(given), self.layer_idx)
+        for argument in (*args, *kwargs.values()):
+            if isinstance(argument, Cache) and self.structure.has_keys:
+                level_cache_layer(of_decoder(argument), self.layer_idx)
         return super().forward(*args, **kwargs)
 
     def extra_repr(self) -> str:

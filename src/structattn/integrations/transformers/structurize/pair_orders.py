@@ -23,23 +23,23 @@ def check_any_split(split: Any) -> str:
 
 
 def read_pair_orders(
-    given: Any, specs: Sequence[str | None], rotations: Sequence[str | None], length: int, *, is_needed: bool
+    entry: Any, specs: Sequence[str | None], rotations: Sequence[str | None], length: int, *, is_needed: bool
 ) -> tuple[tuple[tuple[int, ...], ...] | None, ...]:
     """The entry ``pair_orders``, checked: texts such as ``"2 0 1"``, one for each key head of a layer with
     rotary pairs and levels.
 
     Where nothing is rotated they may be orders of single dimensions.
     """
-    if given is None and not is_needed:
+    if entry is None and not is_needed:
         return (None,) * len(specs)
     name = "config.structattn['pair_orders']"
-    if not isinstance(given, list | tuple) or len(given) != len(specs):
-        raise ConfigError(f"{name} needs a list of texts or null for each of {len(specs)} layers, got {quoted(given)}")
-    found: list[tuple[tuple[int, ...], ...] | None] = []
-    for layer, (texts, spec, rotation) in enumerate(zip(given, specs, rotations, strict=True)):
+    if not isinstance(entry, list | tuple) or len(entry) != len(specs):
+        raise ConfigError(f"{name} needs a list of texts or null for each of {len(specs)} layers, got {quoted(entry)}")
+    orders: list[tuple[tuple[int, ...], ...] | None] = []
+    for layer, (texts, spec, rotation) in enumerate(zip(entry, specs, rotations, strict=True)):
         layout = None if spec is None else parse_spec(spec).layout_for(length)
         if layout is None or len(layout.ranks) == 1 or (rotation is None and texts is None):
-            found.append(None)
+            orders.append(None)
             continue
         pairs = [str(pair) for pair in range(sum(layout.ranks) // (1 if rotation is None else 2))]
         if not isinstance(texts, list | tuple) or not texts:
@@ -51,5 +51,5 @@ def read_pair_orders(
                 raise ConfigError(
                     f"{name} of layer {layer} needs each of {len(pairs)} rotary pairs once, got {quoted(text)}"
                 )
-        found.append(tuple(tuple(map(int, text.split())) for text in texts))
-    return tuple(found)
+        orders.append(tuple(tuple(map(int, text.split())) for text in texts))
+    return tuple(orders)

@@ -86,8 +86,8 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     asked = call.arguments.get("output_attentions")
     shows_weights = collects_weights() if asked is None else bool(asked)  # GPT-2 hands no argument to its attention
 
-    is_whole = num_past > 0 or shows_weights
-    step = k.shape[1] if is_whole else heads_at_once(call.query, k, v, terms, dropout=call.dropout)
+    takes_all_heads = num_past > 0 or shows_weights
+    step = k.shape[1] if takes_all_heads else heads_at_once(call.query, k, v, terms, dropout=call.dropout)
     is_by_heads = step < k.shape[1]
     q = call.query if is_by_heads else call.reorder(call.query).to(v.dtype)
 

@@ -102,7 +102,7 @@ def structurize(
     specs = _spec_of_each_layer(spec, _chosen(layers, list(attention)), model.config.num_hidden_layers)
     layouts = {layer: layout for layer, text in enumerate(specs) if (layout := _levels(text, length)) is not None}
 
-    config = _structured_config(model.config, attention, specs, length, split)
+    config = _config_with_record(model.config, attention, specs, length, split)
     if calibration is not None:
         _add_calibration(config, split, calibration, layouts)
     record = _checked_record(config, attention)
@@ -175,7 +175,7 @@ def _spec_of_each_layer(
     return texts
 
 
-def _structured_config(
+def _config_with_record(
     old: PreTrainedConfig,
     attention: Mapping[int, AttentionLayer],
     specs: list[str | None],

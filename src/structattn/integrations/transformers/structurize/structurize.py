@@ -199,9 +199,7 @@ def _config_with_record(
     return config
 
 
-def _add_calibration(
-    config: Any, split: str, calibration: Calibration, layouts: Mapping[int, LevelLayout]
-) -> None:
+def _add_calibration(config: Any, split: str, calibration: Calibration, layouts: Mapping[int, LevelLayout]) -> None:
     """Adds the calibrated orders of rotary pairs to a config.
 
     Raises:

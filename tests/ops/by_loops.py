@@ -43,6 +43,7 @@ def loops(
     softcap=None,
     sinks=None,
     alibi_slopes=None,
+    sink_tokens=0,
 ):
     """One head after another, one pair after another. q (B,H,T,D), k, v (B,G,S,·). Returns out, lse.
 
@@ -61,15 +62,16 @@ def loops(
                 for j in range(S):
                     if is_causal and j > i:
                         continue
-                    if window is not None and abs(i - j) >= window:
+                    is_sink = j < sink_tokens
+                    if window is not None and abs(i - j) >= window and not is_sink:
                         continue
-                    if isinstance(levels[0], Window) and not in_one_block(levels[0], i, j):
+                    if isinstance(levels[0], Window) and not in_one_block(levels[0], i, j) and not is_sink:
                         continue
                     if mask is not None and not mask[b, h, t, j]:
                         continue
                     dots, start = [], 0
                     for level, (rank, blocks) in enumerate(zip(ranks, levels, strict=True)):
-                        if level == 0 or in_one_block(blocks, i, j):
+                        if level == 0 or is_sink or in_one_block(blocks, i, j):
                             dots.append((q[b, h, t, start : start + rank] @ k[b, g, j, start : start + rank], rank))
                         start += rank
                     shared = sum(rank for _, rank in dots)

@@ -1,5 +1,7 @@
 """Random calls of ``structured_attention``, and how a backend is held to ``reference`` in them."""
 
+from dataclasses import replace
+
 import torch
 from hypothesis import strategies as st
 
@@ -91,6 +93,7 @@ def cases(draw):
                 starts.append(tuple(sorted({*starts[-1], *draw(st.lists(st.integers(1, 150), max_size=4))})))
             rows_of_starts.append(starts)
         layout = sa.LevelLayout.from_boundaries(ranks, rows_of_starts, scaling, value_ranks)
+    layout = replace(layout, sink_tokens=draw(st.sampled_from([0, 0, 0, 1, 4, 70])))
     wide = draw(st.none() | st.tuples(*[st.booleans()] * 4))  # the dimensions of a bias that are not 1
     shape = (batch, groups * repeats, groups, T, S, sum(ranks), sum(ranks))
     bias = None if wide is None else [n if w else 1 for n, w in zip((*shape[:2], T, S), wide, strict=True)]

@@ -1,5 +1,7 @@
 """``structured_attention`` against a definition written as Python loops, that shares no code with it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -39,6 +41,7 @@ nested = st.integers(1, 3).flatmap(
     with_sinks=st.booleans(),
     slopes_of=st.sampled_from([None, "head", "row"]),
     sliding=st.booleans(),
+    sink_tokens=st.sampled_from([0, 0, 1, 3]),
     cuts=st.none() | st.lists(st.lists(st.integers(1, 6), max_size=2), min_size=6, max_size=6),
     backend=st.sampled_from(["auto", "reference", "blocked"]),
 )
@@ -58,6 +61,7 @@ def test_outputs_and_all_gradients_equal_the_definition(
     with_sinks,
     slopes_of,
     sliding,
+    sink_tokens,
     cuts,
     backend,
 ) -> None:
@@ -80,6 +84,7 @@ def test_outputs_and_all_gradients_equal_the_definition(
             for level in range(len(ranks) - 1):
                 sizes[row].append(tuple(sorted({*sizes[row][-1], *cuts[2 * level + row]})))
         layout = sa.LevelLayout.from_boundaries(tuple(ranks), sizes, scaling, value_ranks)
+    layout = replace(layout, sink_tokens=sink_tokens)
     H, G = heads
     q, k, v = make(2, H, G, T, S, sum(ranks), sum(ranks) if with_value_ranks else 3)
     bias = torch.randn(2, H, T, S, dtype=torch.float64).requires_grad_() if with_bias else None
@@ -106,6 +111,7 @@ def test_outputs_and_all_gradients_equal_the_definition(
         softcap=softcap,
         sinks=sinks,
         alibi_slopes=None if slopes is None else slopes.expand(2, H),
+        sink_tokens=sink_tokens,
     )
     weight, lse_weight = torch.randn_like(expected), torch.randn_like(expected_lse)
     seen = expected_lse.isfinite()

@@ -272,6 +272,19 @@ CASES = {
     "sliding, float16": Case(layout=SLIDING, dtype=torch.float16, heads=(2, 1)),
     "surrounded by NaN": Case(layout=VALUES, lengths=(37, 45), surrounded=True),
     "surrounded by NaN, not causal": Case(layout=FREE, lengths=(37, 37), surrounded=True, is_causal=False),
+    "sink tokens": Case(layout=replace(VALUES, sink_tokens=4), lengths=(47, 47), heads=(2, 1), batch=2, softcap=0.7),
+    "sink tokens of a window, not causal": Case(
+        layout=LevelLayout.sliding((24,), (9,), sink_tokens=3), lengths=(41, 41), is_causal=False, masked="TS"
+    ),
+    "sink tokens, more queries": Case(layout=replace(SLIDING, sink_tokens=20), lengths=(41, 23), has_slopes=True),
+    "sink tokens, packed apart": Case(
+        layout=replace(NEAR, sink_tokens=5),
+        lengths=(37, 45),
+        ends=(3, 21, 21, 30, 37),
+        key_ends=(20, 27, 31, 33, 45),
+        heads=(2, 1),
+        window=9,
+    ),
     "float16": Case(layout=HALVING, dtype=torch.float16, heads=(2, 1)),
     "float16, free sizes": Case(layout=FREE, lengths=(47, 47), dtype=torch.float16, is_causal=False),
     "float16, values": Case(layout=VALUES, lengths=(37, 37), dtype=torch.float16),

@@ -46,18 +46,23 @@ def visible_pairs_per_level(
 
     Cost: O((T + S) L).
     """
-    if layout.windows is not None:
-        levels = range(1, layout.num_levels + 1)
+    levels = range(1, layout.num_levels + 1)
+    if layout.windows is not None and not layout.sink_tokens:
         return tuple(visible_pairs(num_queries, num_keys, layout.window_of(n, window), is_causal) for n in levels)
-    reach = max(num_queries, num_keys) if window is None else window
     with torch.device("cpu"):  # numbers are counted, also while a model is built on the meta device
         queries, keys = torch.arange(num_keys - num_queries, num_keys), torch.arange(num_keys)
-    first = (queries - reach + 1).clamp(min=0)
-    last = queries if is_causal else (queries + reach - 1).clamp(max=num_keys - 1)
-    counts = [visible_pairs(num_queries, num_keys, window, is_causal)]
-    for level in range(2, layout.num_levels + 1):
-        of_keys, of_queries = (layout.blocks(level, x, row) for x in (keys, queries))
-        low = torch.searchsorted(of_keys, of_queries)
-        high = torch.searchsorted(of_keys, of_queries, right=True) - 1
-        counts.append(int((torch.minimum(high, last) - torch.maximum(low, first) + 1).clamp(min=0).sum()))
+    end = queries.clamp(max=num_keys - 1) + 1 if is_causal else torch.full_like(queries, num_keys)
+    counts = []
+    for level in levels:
+        low, high = torch.zeros_like(queries), end.clamp(min=0)
+        if (reach := layout.window_of(level, window)) is not None:
+            low, high = torch.maximum(low, queries - reach + 1), torch.minimum(high, queries + reach)
+        if level > 1 and layout.windows is None:
+            of_keys, of_queries = (layout.blocks(level, x, row) for x in (keys, queries))
+            low = torch.maximum(low, torch.searchsorted(of_keys, of_queries))
+            high = torch.minimum(high, torch.searchsorted(of_keys, of_queries, right=True))
+        low, high = low.clamp(max=num_keys), torch.maximum(high, low.clamp(max=num_keys))
+        sinks = end.clamp(0, min(layout.sink_tokens, num_keys))  # that a query sees, and of them those in the interval
+        inside = (torch.minimum(high, sinks) - torch.minimum(low, sinks)).clamp(min=0)
+        counts.append(int((high - low + sinks - inside).sum()))
     return tuple(counts)

@@ -20,6 +20,7 @@ class LevelCounts(ABC):
     ranks: tuple[int, ...]
     value_ranks: tuple[int, ...] | None
     windows: Windows | None
+    sink_tokens: int
 
     @property
     @abstractmethod
@@ -41,6 +42,9 @@ class LevelCounts(ABC):
     def lengths(self, level: int, num_positions: int, row: int = 0) -> tuple[int, ...]: ...
 
     @abstractmethod
+    def _first_blocks(self, level: int, limit: int, num_positions: int, row: int) -> list[tuple[int, int]]: ...
+
+    @abstractmethod
     def _length_counts(self, level: int, num_positions: int, row: int) -> dict[int, int]: ...
 
     @abstractmethod
@@ -52,12 +56,30 @@ class LevelCounts(ABC):
         """
         check_bool("is_causal", is_causal)
         self._check_count(num_positions, row)
+        levels = range(1, self.num_levels + 1)
         if self.windows is not None:
-            return tuple(pairs_within(window, num_positions, is_causal) for window in self.windows)
-        return tuple(
-            sum(pairs_within(None, length, is_causal) * n for length, n in counts.items())
-            for counts in (self._length_counts(level, num_positions, row) for level in range(1, self.num_levels + 1))
-        )
+            pairs = [pairs_within(window, num_positions, is_causal) for window in self.windows]
+        else:
+            counts = (self._length_counts(level, num_positions, row) for level in levels)
+            pairs = [sum(pairs_within(None, length, is_causal) * n for length, n in x.items()) for x in counts]
+        sinks = (self._sink_pairs(level, num_positions, is_causal, row) for level in levels)
+        return tuple(a + b for a, b in zip(pairs, sinks, strict=True))
+
+    def _sink_pairs(self, level: int, num_positions: int, is_causal: bool, row: int) -> int:
+        """The pairs of queries and sink tokens that share a level for no other reason."""
+        count = min(self.sink_tokens, num_positions)
+        if self.windows is not None:
+            if (window := self.windows[level - 1]) is None:
+                return 0
+            # Query p does not reach the first p - window + 1 tokens, of which `count` are sink tokens at most.
+            far = max(0, num_positions - window)
+            near = min(far, count)
+            before = near * (near + 1) // 2 + (far - near) * count
+            return before if is_causal else before + sum(range(max(0, count - window) + 1))
+        blocks = self._first_blocks(level, count, num_positions, row)
+        before = sum((end - start) * start for start, end in blocks)
+        before += count * (num_positions - max((end for _, end in blocks), default=num_positions))
+        return before if is_causal else before + sum((end - start) * max(0, count - end) for start, end in blocks)
 
     def score_flops(self, num_positions: int, is_causal: bool = True, row: int = 0) -> int:
         """FLOPs of all the scores of one head over T positions, exactly: 2 * sum over levels of r_l * (pairs
@@ -85,7 +107,7 @@ class LevelCounts(ABC):
 
         Level 1 keeps all T keys, a deeper level only those of the block that decoding is in, at most its
         longest block: T r_1 + sum over l > 1 of r_l min(T, block_size_l). Sliding levels: sum of r_l min(T,
-        window_l). Standard attention: T * D.
+        window_l). Standard attention: T * D. Sink tokens are kept apart: min(T, sink_tokens) * D more.
         """
         return self._cache_size(self.ranks, num_positions, row)
 
@@ -103,7 +125,8 @@ class LevelCounts(ABC):
         else:
             levels = range(1, len(ranks) + 1)
             longest = [max(self._length_counts(level, num_positions, row), default=0) for level in levels]
-        return sum(rank * length for rank, length in zip(ranks, longest, strict=False))
+        kept = sum(rank * length for rank, length in zip(ranks, longest, strict=False))
+        return kept + sum(ranks) * min(num_positions, self.sink_tokens)
 
     def communication_bytes(
         self,

@@ -24,6 +24,7 @@ from structattn.layout.segments import Boundaries, segment_of, segments_of
 from structattn.layout.sliding import Windows, num_shared, shorter
 
 MAX_COUNTED = 2**26  # positions whose visible pairs are counted one by one
+MAX_SINK_TOKENS = 2**20
 
 
 def _slices(ranks: tuple[int, ...]) -> tuple[slice, ...]:
@@ -46,6 +47,9 @@ class LevelLayout(LevelCounts):
     when both positions lie in one segment, or, where levels slide (``sliding``), when |i - j| is below the
     window of the level. Blocks are nested and windows do not grow, so the shared levels are always a prefix.
 
+    The first ``sink_tokens`` positions of a sequence share all levels with every query, at any distance: no
+    window hides them, and a later query is compared with them in all dimensions.
+
     With ``value_ranks`` the values are hierarchical too: slice l of the output sums only over the keys that
     share level l with the query, with the weights of the row's one softmax, not renormalised:
 
@@ -63,13 +67,14 @@ class LevelLayout(LevelCounts):
             Default ``None``: every key gives its whole value.
         boundaries: the segments of a free partition; see ``from_boundaries``, which makes them.
         windows: those of sliding levels; see ``sliding``, which makes them.
+        sink_tokens: how many of the first positions share all levels with every query. Default 0.
 
     Raises:
         ConfigError: a rank or size is not a positive int, their numbers differ, blocks are not nested, or the
             scaling is unknown. The message names the level.
 
     Source: Kuang et al. 2025, section 5 (MLR attention). Free sizes and segments, sliding levels, variance
-    scaling and hierarchical values are ours.
+    scaling and hierarchical values are ours. Sink tokens: Xiao et al. 2023 (StreamingLLM).
     """
 
     ranks: tuple[int, ...]
@@ -78,6 +83,7 @@ class LevelLayout(LevelCounts):
     value_ranks: tuple[int, ...] | None = None
     boundaries: Boundaries | None = None
     windows: Windows | None = None
+    sink_tokens: int = 0
 
     if TYPE_CHECKING:  # lists are accepted, and kept as tuples
 
@@ -89,6 +95,7 @@ class LevelLayout(LevelCounts):
             value_ranks: Sequence[int] | None = None,
             boundaries: Sequence[object] | None = None,
             windows: Sequence[int | None] | None = None,
+            sink_tokens: int = 0,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -97,6 +104,7 @@ class LevelLayout(LevelCounts):
         if self.value_ranks is not None:
             checked["value_ranks"] = checked_value_ranks(ranks, self.value_ranks)
         check_choice("scaling", self.scaling, SCALINGS)
+        check_int("sink_tokens", self.sink_tokens, minimum=0, maximum=MAX_SINK_TOKENS)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
 
@@ -107,6 +115,8 @@ class LevelLayout(LevelCounts):
         boundaries: Sequence[object],
         scaling: Scaling = "variance",
         value_ranks: Sequence[int] | None = None,
+        *,
+        sink_tokens: int = 0,
     ) -> LevelLayout:
         """Free nested segments, such as document > paragraph > sentence, in place of equal blocks.
 
@@ -117,7 +127,7 @@ class LevelLayout(LevelCounts):
                 before and adds its own; its last segment has no end. Or a list of such, one per batch row
                 (with ``cu_seqlens``: one per packed sequence, counted from the start of each). A level may be
                 a 1-dimensional int tensor.
-            scaling, value_ranks: see the class.
+            scaling, value_ranks, sink_tokens: see the class.
 
         Raises:
             ConfigError: starts do not rise from 0, a level lacks a start of the level before, or level 1 is
@@ -131,7 +141,7 @@ class LevelLayout(LevelCounts):
         Cost: the layout is a value of Python ints; under ``torch.compile`` other boundaries mean another
             compilation.
         """
-        return cls(ranks, (), scaling, value_ranks, boundaries)
+        return cls(ranks, (), scaling, value_ranks, boundaries, sink_tokens=sink_tokens)
 
     @classmethod
     def sliding(
@@ -140,6 +150,8 @@ class LevelLayout(LevelCounts):
         windows: Sequence[int | None],
         scaling: Scaling = "variance",
         value_ranks: Sequence[int] | None = None,
+        *,
+        sink_tokens: int = 0,
     ) -> LevelLayout:
         """Levels without blocks: a pair shares level l where |i - j| < ``windows[l]``, wherever it is.
 
@@ -147,8 +159,9 @@ class LevelLayout(LevelCounts):
             ranks: dimensions of each level, level 1 first.
             windows: of each level, level 1 first, in positions; none is longer than the one before. ``None``
                 reaches every position. A first one that does not hides all pairs beyond it, as the ``window``
-                of ``structured_attention`` does; of the two the smaller counts.
-            scaling, value_ranks: see the class.
+                of ``structured_attention`` does; of the two the smaller counts. ``sliding((64,), (252,),
+                sink_tokens=4)`` is a window with sink tokens.
+            scaling, value_ranks, sink_tokens: see the class.
 
         Raises:
             ConfigError: not one positive int or ``None`` per rank, or windows that grow.
@@ -159,11 +172,11 @@ class LevelLayout(LevelCounts):
             (32, 24, 16)
 
         Cost: scores as ``score_flops`` says; a cache of T positions keeps the sum of r_l min(T, w_l) numbers
-            for each key head.
+            for each key head, and the sink tokens.
 
         Source: ours; DAR (arXiv 2606.18587) has two such levels.
         """
-        return cls(ranks, (), scaling, value_ranks, None, windows)
+        return cls(ranks, (), scaling, value_ranks, None, windows, sink_tokens)
 
     @classmethod
     def halving(
@@ -172,6 +185,8 @@ class LevelLayout(LevelCounts):
         context_length: int,
         scaling: Scaling = "variance",
         value_ranks: Sequence[int] | None = None,
+        *,
+        sink_tokens: int = 0,
     ) -> LevelLayout:
         """The paper's blocks: 2^(l-1) blocks at level l.
 
@@ -179,7 +194,7 @@ class LevelLayout(LevelCounts):
             ranks: dimensions of each level, level 1 first.
             context_length: length in positions at which level l has 2^(l-1) blocks. If 2^(L-1) does not
                 divide it, the finest block is rounded up, so that level 1 spans at least the context.
-            scaling, value_ranks: see the class.
+            scaling, value_ranks, sink_tokens: see the class.
 
         Raises:
             ConfigError: ``context_length`` is not a positive int, or as the class.
@@ -188,7 +203,7 @@ class LevelLayout(LevelCounts):
         check_size("context_length", context_length, MAX_LENGTH)
         finest = -(-context_length // 2 ** (len(ranks) - 1))
         sizes = tuple(finest * 2 ** (len(ranks) - level) for level in range(1, len(ranks) + 1))
-        return cls(ranks=ranks, block_sizes=sizes, scaling=scaling, value_ranks=value_ranks)
+        return cls(ranks, sizes, scaling, value_ranks, sink_tokens=sink_tokens)
 
     @property
     def num_levels(self) -> int:
@@ -286,7 +301,7 @@ class LevelLayout(LevelCounts):
         self, level: int, position: int, num_positions: int, window: int | None = None, row: int = 0
     ) -> tuple[int, int]:
         """The positions among ``num_positions`` that share a level with one of them, ``position``: the first,
-        and the one after the last.
+        and the one after the last. Sink tokens, which share every level, are not counted in.
 
         Args:
             window: of the call, as in ``structured_attention``.
@@ -299,6 +314,10 @@ class LevelLayout(LevelCounts):
         if (reach := self.window_of(level, window)) is not None:
             low, high = max(low, position - reach + 1), min(high, position + reach)
         return low, min(high, num_positions)
+
+    def is_sink(self, positions: Tensor) -> Tensor:
+        """Which positions of keys are sink tokens, bool."""
+        return (positions >= 0) & (positions < self.sink_tokens)
 
     def select_rows(self, rows: Sequence[int]) -> LevelLayout:
         """The layout of a batch that has row ``rows[b]`` of this one as its row b; itself where all rows have
@@ -317,8 +336,8 @@ class LevelLayout(LevelCounts):
     @overload
     def shared_levels(self, i: Tensor, j: Tensor, row: int = 0) -> Tensor: ...
     def shared_levels(self, i: int | Tensor, j: int | Tensor, row: int = 0) -> int | Tensor:
-        """l(i, j), the number of levels that positions i and j share; at least 1 but beyond the first window
-        of sliding levels.
+        """l(i, j), the number of levels that a query at i and a key at j share; at least 1 but beyond the
+        first window of sliding levels.
 
         Args:
             i, j: positions, ints or int tensors that broadcast; negative ones lie in blocks without keys.
@@ -339,6 +358,8 @@ class LevelLayout(LevelCounts):
         else:
             for level in range(2, self.num_levels + 1):
                 count = count + (self.blocks(level, a, row) == self.blocks(level, b, row))
+        if self.sink_tokens:
+            count = count.masked_fill(self.is_sink(b), self.num_levels)
         return count if isinstance(i, Tensor) or isinstance(j, Tensor) else int(count)
 
     @overload
@@ -372,6 +393,15 @@ class LevelLayout(LevelCounts):
             return Counter(self.lengths(level, num_positions, row))
         full, rest = divmod(num_positions, self.block_sizes[level - 1])
         return {length: n for length, n in ((self.block_sizes[level - 1], full), (rest, 1)) if length and n}
+
+    def _first_blocks(self, level: int, limit: int, num_positions: int, row: int) -> list[tuple[int, int]]:
+        """The first position and the one after the last of each block that begins before ``limit``, among
+        ``num_positions``.
+        """
+        found: list[tuple[int, int]] = []
+        while (start := found[-1][1] if found else 0) < limit:
+            found.append((start, min(self._block(level, start, row)[1], num_positions)))
+        return found
 
     def _segment_starts(self, level: int, row: int = 0) -> tuple[int, ...]:
         """Where the segments of a level of a free partition start in a row."""

@@ -1,8 +1,8 @@
 """The work of causal attention along a sequence, from the pairs that share each level: how much each token
 has, and each pair of shards.
 
-The positions before a query that share a level with it are the neighboring ones from a first key on, and this
-first key never moves back.
+The positions before a query that share a level with it are the neighboring ones from a first key on, which
+never moves back, and the sink tokens.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ class Levels(Sharing, Protocol):
 
     @property
     def windows(self) -> Windows | None: ...
+    @property
+    def sink_tokens(self) -> int: ...
     def window_of(self, level: int, window: int | None = None) -> int | None: ...
     def lengths(self, level: int, num_positions: int, row: int = 0) -> tuple[int, ...]: ...
 
 
 def first_keys(layout: Levels, level: int, num_positions: int, window: int | None = None, row: int = 0) -> Tensor:
-    """(T,) int64: of each query the first key that shares a level with it."""
+    """(T,) int64: of each query the first key that shares a level with it, sink tokens aside."""
     if layout.windows is not None:
         first = torch.zeros(num_positions, dtype=torch.int64)
     else:
@@ -67,6 +69,10 @@ def shard_pairs(layout: Levels, lengths: Sequence[int], window: int | None = Non
             seen = below * seeing - (sums[start + seeing] - sums[start])
             own = (start + 1 + stop) * (stop - start) // 2 - (sums[stop] - sums[start])  # up to each query itself
             found[level - 1, shard, : shard + 1] = torch.cat((seen, own[None])).diff()
+            sinks = torch.arange(min(layout.sink_tokens, total))
+            unseen = stop - start - torch.searchsorted(first[start:stop].contiguous(), sinks, right=True)
+            owners = torch.searchsorted(ends, sinks, right=True) - 1
+            found[level - 1, shard].index_add_(0, owners, unseen)
     return found
 
 
@@ -108,5 +114,6 @@ def work_of_tokens(layout: Levels, num_positions: int, window: int | None, value
     """(T,) int64: the FLOPs of one head's scores and weighted values of each query, forward."""
     position, work = torch.arange(num_positions), torch.zeros(num_positions, dtype=torch.int64)
     for level, dims in enumerate(level_dims(layout, value_dim), start=1):
-        work += 2 * sum(dims) * (position + 1 - first_keys(layout, level, num_positions, window))
+        first = first_keys(layout, level, num_positions, window)
+        work += 2 * sum(dims) * (position + 1 - first + first.clamp(0, layout.sink_tokens))
     return work

@@ -75,9 +75,11 @@ def _read(
             check_layout(layout, q.shape[3], v.shape[3], q.shape[0])
         else:
             check_layout(layout, q.shape[3], v.shape[3], cu_seqlens.shape[0] - 1, "packed sequence")
-    if isinstance(layout, LevelLayout):
-        pairs["window"] = layout.window_of(1, pairs["window"])
-    call = Call(layout=layout if isinstance(layout, LevelLayout) else _plain(q.shape[3]), terms=terms, **pairs)
+    levels = layout if isinstance(layout, LevelLayout) else _plain(q.shape[3])
+    pairs["window"] = levels.window_of(1, pairs["window"])
+    if levels.sink_tokens and levels.num_levels == 1 and pairs["window"] is None:
+        levels = replace(levels, sink_tokens=0)  # all pairs share the one level
+    call = Call(layout=levels, terms=terms, **pairs)
     q, k, v = autocasted(q, k, v)
     if not isinstance(layout, GlobalWindowLayout):
         return v, [(q, k, call)]
@@ -178,7 +180,8 @@ def structured_attention(
         scale: a number that replaces the layout's scaling: scale * (sum over shared levels of q.k). Default
             ``None``.
         window: key j is visible to query i when 0 <= i - j < window (causal) or |i - j| < window (not
-            causal). With a first window of sliding levels the smaller of the two counts.
+            causal). With a first window of sliding levels the smaller of the two counts. It hides no sink
+            tokens of the layout.
         attn_bias: added to the scaled scores, broadcastable to (B, H, T, S), floating point; -inf hides a
             pair. Scores are float32, or float64 where q is, and so is the bias then.
         dropout_p: probability of dropping a weight, to 16 bits. A seed from torch's global CPU generator,

@@ -10,7 +10,10 @@ from structattn.layout.global_window import GlobalWindowLayout, Layout
 from structattn.layout.levels import LevelLayout
 from structattn.layout.segments import Boundaries
 
-SCHEMA = "int[] ranks, int[]? block_sizes, int[]? value_ranks, int[]? boundaries, int[]? windows, str scaling"
+SCHEMA = (
+    "int[] ranks, int[]? block_sizes, int[]? value_ranks, int[]? boundaries, int[]? windows, int sink_tokens, "
+    "str scaling"
+)
 SIZE = SCHEMA.count(",") + 1  # how many they are
 
 
@@ -22,6 +25,7 @@ def flat(layout: LevelLayout) -> tuple[Any, ...]:
         layout.value_ranks or (),
         _flat_boundaries(layout.boundaries),
         [window or 0 for window in layout.windows or ()],
+        layout.sink_tokens,
         layout.scaling,
     )
 
@@ -54,6 +58,7 @@ def _known_layout(
     value_ranks: tuple[int, ...],
     boundaries: tuple[int, ...],
     windows: tuple[int, ...],
+    sink_tokens: int,
     scaling: Any,
 ) -> LevelLayout:
     return LevelLayout(
@@ -63,14 +68,15 @@ def _known_layout(
         value_ranks or None,
         _nested_boundaries(boundaries),
         tuple(window or None for window in windows) or None,
+        sink_tokens,
     )
 
 
 def layout_of(*values: Any) -> LevelLayout:
     """The layout of which ``flat`` made these."""
-    *lists, scaling = values
+    *lists, sink_tokens, scaling = values
     # A program of AOTInductor hands over an empty list as None, so that the schema allows it.
-    return _known_layout(*(tuple(x or ()) for x in lists), scaling)
+    return _known_layout(*(tuple(x or ()) for x in lists), sink_tokens, scaling)
 
 
 def flat_any(layout: Layout | None) -> tuple[Any, ...]:
@@ -78,15 +84,15 @@ def flat_any(layout: Layout | None) -> tuple[Any, ...]:
     two ranks.
     """
     if layout is None:
-        return (), (), (), [], [], ""
+        return (), (), (), [], [], 0, ""
     if isinstance(layout, GlobalWindowLayout):
-        return layout.ranks, (), (), [], [layout.window], layout.scaling
+        return layout.ranks, (), (), [], [layout.window], 0, layout.scaling
     return flat(layout)
 
 
 def any_layout_of(*values: Any) -> Layout | None:
     """The layout of which ``flat_any`` made these."""
-    ranks, _, _, _, windows, scaling = values
+    ranks, _, _, _, windows, _, scaling = values
     if not ranks:
         return None
     return (

@@ -55,6 +55,8 @@ class Positions:
         for level in range(2, layout.num_levels + 1):
             i, j = (layout.blocks(level, x, 0 if layout.num_rows is None else rows) for x, rows in places)
             count = count + (i[:, :, None] == j[:, None, :])
+        if layout.sink_tokens:
+            count = count.masked_fill(layout.is_sink(self.keys)[:, None, :], layout.num_levels)
         return count
 
 
@@ -95,8 +97,10 @@ def positions(
     return Positions(queries=queries, keys=keys, query_rows=rows, key_rows=rows, same=None)
 
 
-def visible(position: Positions, is_causal: bool, window: int | None) -> Tensor | None:
-    """The bool mask (1 or B, T, S) of the pairs that may attend; ``None`` when every pair may."""
+def visible(position: Positions, is_causal: bool, window: int | None, layout: LevelLayout) -> Tensor | None:
+    """The bool mask (1 or B, T, S) of the pairs that may attend; ``None`` when every pair may. A window hides
+    no sink tokens.
+    """
     if not is_causal and window is None:
         return position.same
     distance = position.distance()
@@ -104,7 +108,7 @@ def visible(position: Positions, is_causal: bool, window: int | None) -> Tensor 
     if is_causal:
         mask = mask & (distance >= 0)
     if window is not None:
-        mask = mask & (distance.abs() < window)
+        mask = mask & ((distance.abs() < window) | layout.is_sink(position.keys)[:, None, :])
     return mask
 
 
@@ -217,7 +221,7 @@ def _dense(
     their size.
     """
     num_shared = position.shared_levels(call.layout)[:, None]
-    mask = visible(position, call.is_causal, call.window)
+    mask = visible(position, call.is_causal, call.window, call.layout)
     if mask is not None:
         # What is in no visible pair may be NaN, and 0 times NaN is NaN.
         unused_query, unused_key = (~mask.any(dim)[:, None, :, None] for dim in (2, 1))

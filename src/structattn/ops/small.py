@@ -201,6 +201,7 @@ def _tables(
             hidden = hidden | ones.tril(shift - window)
             if not is_causal:
                 hidden = hidden | ones.triu(shift + window)
+            hidden[:, : layout.sink_tokens] = (ones.triu(shift + 1) if is_causal else zeros)[:, : layout.sink_tokens]
         mask = torch.zeros(num_queries, num_keys, dtype=dtype, device="cpu").masked_fill(hidden, -torch.inf)
         mask = mask if repeats == 1 else mask.repeat(repeats, 1)
     if len(layout.ranks) > 1:

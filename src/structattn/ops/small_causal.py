@@ -176,7 +176,9 @@ def suits(q: Tensor, k: Tensor, call: Call) -> bool:
     and no term of the scores.
     """
     layout = call.layout
-    if len(layout.ranks) == 1 or not layout.block_sizes or not call.is_causal or not is_eager(q):
+    if len(layout.ranks) == 1 or not layout.block_sizes or layout.sink_tokens:
+        return False
+    if not call.is_causal or not is_eager(q):
         return False
     if call.window is not None or not call.terms.has_scale_only:
         return False

@@ -230,8 +230,13 @@ def forward_time(q: Tensor, k: Tensor, v: Tensor, call: Call) -> float | None:
 
 def _is_even(call: Call) -> bool:
     """Whether all sequences have the same pairs."""
-    is_whole = call.cu_seqlens is None and call.left_padding is None and call.layout.boundaries is None
-    return is_whole and call.terms.attn_bias is None and call.terms.attn_mask is None
+    return call.cu_seqlens is None and call.left_padding is None and _is_regular(call)
+
+
+def _is_regular(call: Call) -> bool:
+    """Whether all pairs follow from equal blocks or windows."""
+    is_equal = call.layout.boundaries is None and not call.layout.sink_tokens
+    return is_equal and call.terms.attn_bias is None and call.terms.attn_mask is None
 
 
 def _geometry(q: Tensor, k: Tensor, value_dim: int, call: Call, size: tuple[int, int, int]) -> Geometry:
@@ -262,7 +267,6 @@ def _groups(
     q: Tensor, k: Tensor, value_dim: int, call: Call, sequences: Sequence[SequenceSpan] | None
 ) -> Iterator[_Group]:
     heads, repeats = k.shape[1], q.shape[1] // k.shape[1]
-    is_regular = call.terms.attn_bias is None and call.terms.attn_mask is None and call.layout.boundaries is None
     is_placed = sequences is not None  # blocks are then not counted from the first key
     if _is_even(call) and not is_placed:
         geometry = _geometry(q, k, value_dim, call, (q.shape[0], q.shape[2], k.shape[2]))
@@ -276,7 +280,7 @@ def _groups(
     # As many queries as keys may also be those before the padding of a row, at other positions and with keys
     # that other queries have too.
     is_square = all(item.num_queries == item.num_keys and item.first_query == 0 for item in sequences)
-    if is_regular and not is_placed and is_square:
+    if _is_regular(call) and not is_placed and is_square:
         buckets: dict[int, list[SequenceSpan]] = {}
         for item in sequences:  # lengths within a factor of sqrt 2 are padded to the longest of them
             buckets.setdefault(math.ceil(2 * math.log2(max(item.num_keys, _SHORTEST))), []).append(item)

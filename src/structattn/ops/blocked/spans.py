@@ -1,10 +1,10 @@
-"""The pairs of any layout as spans of queries against ranges of keys: for free segments, biases, masks, and
-sequences with T != S.
+"""The pairs of any layout as spans of queries against ranges of keys: for free segments, biases, masks, sink
+tokens, and sequences with T != S.
 
 Every sequence is cut into spans of at most ``SPAN`` queries, at the boundaries of its longer segments. Around
 a span that lies in one block of a level, the keys of that level are two ranges, one before and one after the
 next deeper block: they share one number of levels with all its queries. Only inside the deepest such block
-pairs share different numbers of them. Where levels slide, the ranges end where the window of a level ends for
+pairs share different numbers of them. Sink tokens are a range of their own. Where levels slide, the ranges end where the window of a level ends for
 the first or last query of the span.
 """
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -60,13 +60,18 @@ class SpanTiles:
                 for first in range(low, high, SPAN):
                     last = min(first + SPAN, high) - 1
                     ranges = self._ranges if self.layout.windows is None else self._sliding_ranges
+                    sinks = max(sequence.first_key, min(self.layout.sink_tokens, sequence.end_key))
+                    start, stop = sequence.first_key, min(sinks, last + 1) if self.is_causal else sinks
+                    if start < stop:
+                        yield SpanTile(self, sequence, self.layout.num_levels, (), None, first, last + 1, start, stop)
                     for level, deeper, start, stop in ranges(sequence, first, last):
+                        start = max(start, sinks)
                         if self.is_causal:
                             stop = min(stop, last + 1)
                         if self.window is not None:
                             start, stop = max(start, first - self.window + 1), min(stop, last + self.window)
                         if start < stop:
-                            yield SpanTile(self, sequence, level, deeper, first, last + 1, start, stop)
+                            yield SpanTile(self, sequence, level, deeper, self.window, first, last + 1, start, stop)
 
     def _block(self, sequence: SequenceSpan, level: int, position: int) -> tuple[int, int]:
         """The first position of the block of a level from 2 on that holds a position, and the first one after
@@ -127,7 +132,7 @@ class SpanTiles:
 
     def _sliding_ranges(self, sequence: SequenceSpan, first: int, last: int) -> Iterator[_Range]:
         """As ``_ranges``, without what is hidden from all queries."""
-        bands = bands_of(self.layout, self.is_causal, self.window)
+        bands = bands_of(replace(self.layout, sink_tokens=0), self.is_causal, self.window)
         low, high = sequence.first_key, sequence.end_key
         cuts = {low, high}
         for edge in bands.edges(first - high, last - low):
@@ -145,6 +150,7 @@ class SpanTile(Tile):
     Attributes:
         tiles, sequence: the tiles that it is one of, and its sequence.
         level, deeper: see ``Tile``.
+        window: of its pairs; ``None`` for those of sink tokens, which none hides.
         first, stop: positions of its queries.
         first_key, stop_key: positions of its keys.
     """
@@ -153,6 +159,7 @@ class SpanTile(Tile):
     sequence: SequenceSpan
     level: int
     deeper: tuple[int, ...]
+    window: int | None
     first: int
     stop: int
     first_key: int
@@ -195,11 +202,11 @@ class SpanTile(Tile):
         first_key, last_key = self.first_key + cols.start, self.first_key + cols.stop - 1
         nearest, farthest = first - last_key, stop - 1 - first_key
         if (tiles.is_causal and farthest < 0) or (
-            tiles.window is not None and (nearest >= tiles.window or farthest <= -tiles.window)
+            self.window is not None and (nearest >= self.window or farthest <= -self.window)
         ):
             return True
         is_cut = (tiles.is_causal and nearest < 0) or (
-            tiles.window is not None and (farthest >= tiles.window or nearest <= -tiles.window)
+            self.window is not None and (farthest >= self.window or nearest <= -self.window)
         )
         if not is_cut:
             return False
@@ -207,8 +214,8 @@ class SpanTile(Tile):
         hidden = torch.zeros(i.shape[0], j.shape[1], dtype=torch.bool, device=tiles.device)
         if tiles.is_causal:
             hidden |= i < j
-        if tiles.window is not None:
-            hidden |= (i - j).abs() >= tiles.window
+        if self.window is not None:
+            hidden |= (i - j).abs() >= self.window
         return hidden
 
     def shared(self, rows: slice, cols: slice) -> Tensor:

@@ -3,7 +3,7 @@
 One pass over tiles of 64 queries and 64 keys, as fused kernels on a GPU make it: scores and weights of a tile
 stay in the core's caches, and each tile is computed in the dimensions of the levels that its pairs share. Of
 each query the keys of a level are one interval of positions, for blocks as for windows, so that the C++ code
-knows intervals only.
+knows intervals only; sink tokens are one interval more, of all levels.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
 @functools.lru_cache(maxsize=32)
 def _intervals(layout: LevelLayout, first: int, count: int, is_causal: bool, window: int | None) -> Tensor:
     """The keys that queries share each level with, from their first to the one after the last: (2, L, count)
-    int32.
+    int32. Sink tokens are an entry more after the levels, and in no other.
 
     Args:
         first, count: the positions of the queries, counted from the first key.
@@ -54,9 +54,12 @@ def _intervals(layout: LevelLayout, first: int, count: int, is_causal: bool, win
         if level and layout.windows is None:
             start = i.div(layout.block_sizes[level], rounding_mode="floor") * layout.block_sizes[level]
             low, high = torch.maximum(low, start), torch.minimum(high, start + layout.block_sizes[level])
-        high = high.clamp(min=0)
-        low = torch.minimum(low.clamp(min=0), high)
+        high = high.clamp(min=layout.sink_tokens)
+        low = torch.minimum(low.clamp(min=layout.sink_tokens), high)
         found.append(torch.stack([low, high]))
+    if layout.sink_tokens:
+        end = i + 1 if is_causal else torch.full_like(i, layout.sink_tokens)
+        found.append(torch.stack([torch.zeros_like(i), end.clamp(0, layout.sink_tokens)]))
     return torch.stack(found, 1).int()
 
 

@@ -36,6 +36,7 @@ struct Layout {
   int64_t levels;
   std::vector<int64_t> dims, value_dims;
   std::vector<T> per_dim, per_count;  // the factor of the level of each dimension of the keys; of each number of levels
+  bool has_sinks;                     // sink tokens, whose pairs share all levels: an entry more after the levels
   const int32_t *low, *high;          // (levels, positions): the keys of each level, for every position of a query
   int64_t first_position, num_positions;
   bool is_narrow = false;  // a slice may be added transposed, see Tile::add_to_columns
@@ -48,10 +49,11 @@ struct Layout {
       : levels(static_cast<int64_t>(ranks.size())),
         dims{0},
         value_dims{0},
+        has_sinks(intervals.size(1) > levels),
         first_position(first),
         num_positions(intervals.size(2)) {
     low = intervals.const_data_ptr<int32_t>();
-    high = low + levels * num_positions;
+    high = low + intervals.size(1) * num_positions;
     for (int64_t l = 0; l < levels; ++l) {
       dims.push_back(dims.back() + ranks[l]);
       value_dims.push_back(value_dims.back() + value_ranks[l]);
@@ -317,7 +319,7 @@ template <typename T>
 class Tiles {
  public:
   explicit Tiles(const Layout<T>& layout)
-      : layout_(layout), low_(layout.levels * kRows), high_(layout.levels * kRows) {}
+      : layout_(layout), low_((layout.levels + 1) * kRows), high_((layout.levels + 1) * kRows) {}
 
   // Valid until the next call.
   const std::vector<Tile<T>>& of(const Span& span, int64_t first, int64_t rows) {
@@ -333,7 +335,7 @@ class Tiles {
       int64_t least_low, most_low, least_high, most_high;
     };
     std::vector<Ends> ends;
-    for (int64_t l = 0; l < layout_.levels; ++l) {
+    for (int64_t l = 0; l < layout_.levels + layout_.has_sinks; ++l) {
       Ends e{span.num_keys, 0, span.num_keys, 0};
       for (int64_t i = 0; i < rows; ++i) {
         const int64_t at = l * layout_.num_positions + start + i;
@@ -343,6 +345,15 @@ class Tiles {
              std::max(e.most_high, high)};
       }
       ends.push_back(e);
+    }
+    if (layout_.has_sinks) {
+      const Ends& e = ends[layout_.levels];
+      const int64_t *low = low_.data() + layout_.levels * kRows, *high = high_.data() + layout_.levels * kRows;
+      for (int64_t from = 0; from < e.most_high; from += kCols) {
+        const int64_t to = std::min(from + kCols, e.most_high), all = e.least_high >= to ? layout_.levels : 0;
+        tiles.emplace_back(rows, from, to, all);
+        for (int64_t l = all; l < layout_.levels; ++l) tiles.back().note(low, high);
+      }
     }
     for (int64_t from = ends[0].least_low / kCols * kCols; from < ends[0].most_high; from += kCols) {
       const int64_t to = std::min(from + kCols, span.num_keys);

@@ -31,6 +31,7 @@ from structattn.ops.triton.config import (
 from structattn.ops.triton.decode import decode_kernel, merge, num_splits_for, partial_results
 from structattn.ops.triton.forward import forward_kernel
 from structattn.ops.triton.plan import KernelPlan, Tiles, make_plan
+from structattn.ops.triton.sink_tokens import SinkTokens
 
 _DECODE_QUERIES = 16  # as many queries or fewer, over many more keys, are decoding
 _LACKING = all_but("scale", "softcap", "sinks", "attn_mask", "alibi_slopes")
@@ -51,7 +52,7 @@ def why_not(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str | None:
     can.
     """
     layout, value_dim, length = call.layout, v.shape[3], max(q.shape[2], k.shape[2])
-    masked = call.terms.attn_mask is not None
+    masked = call.terms.attn_mask is not None or call.layout.sink_tokens > 0
     if (reason := why_not_on(q.device, q.dtype, layout.ranks, value_dim, length)) is not None:
         return reason
     lacking = call.terms.first_of(_LACKING)
@@ -214,6 +215,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, config: KernelConfig | 
     Source: Dao et al. 2022 (tiled softmax), Kuang et al. 2025, section 5 (levels); the walk by levels is
         ours.
     """
+    if call.layout.sink_tokens:
+        sinks = SinkTokens(q, k, v, call)
+        return sinks.add(*forward(q, k, v, sinks.others, config))
     q, k, v = _rows(q), _rows(k), _rows(v)
     packed = _packed(q, call)
     of_queries, of_keys = (None, None) if packed is None else packed
@@ -270,6 +274,12 @@ def backward(
 
     Source: Dao 2023 (backward pass by recomputation).
     """
+    if call.layout.sink_tokens:
+        sinks = SinkTokens(q, k, v, call)
+        delta = (grad_out.float() * out.float()).sum(-1)
+        delta = delta if grad_lse is None else delta - grad_lse
+        grads = backward(grad_out, grad_lse, q, k, v, out, lse, sinks.others, config)
+        return sinks.add_gradients(grad_out, delta, lse, grads)
     grad_out, q, k, v, out = _rows(grad_out.to(q.dtype)), _rows(q), _rows(k), _rows(v), _rows(out)
     packed = _packed(q, call)
     of_queries, of_keys = (None, None) if packed is None else packed

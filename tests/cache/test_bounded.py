@@ -21,6 +21,8 @@ LAYOUTS = {
     "paper": sa.LevelLayout((3, 2, 1), (32, 16, 4), "paper"),
     "sliding, values": sa.LevelLayout.sliding((3, 2, 1), (None, 9, 4), "paper", (1, 3, 2)),
     "window": sa.LevelLayout.sliding((6,), (9,)),
+    "sink tokens": sa.LevelLayout((3, 2, 1), (32, 8, 4), "paper", (1, 3, 2), sink_tokens=3),
+    "window, sink tokens": sa.LevelLayout.sliding((6,), (5,), sink_tokens=4),
     "global window": sa.GlobalWindowLayout((2, 4), 7),
 }
 

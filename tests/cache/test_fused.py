@@ -26,6 +26,7 @@ LAYOUTS = {
     "values": sa.LevelLayout((5, 3), (64, 16), "paper", (2, 6)),
     "segments": sa.LevelLayout.from_boundaries((5, 3), [(0, 9, 30)]),
     "sliding": sa.LevelLayout.sliding((4, 2, 2), (None, 14, 6), value_ranks=(4, 3, 1)),
+    "sink tokens": sa.LevelLayout.sliding((4, 4), (20, 6), "paper", (4, 4), sink_tokens=3),
 }
 
 

@@ -29,6 +29,12 @@ LAYOUTS = {
     "rows": sa.LevelLayout.from_boundaries((3, 3), [((0,), (0, 9)), ((0,), (0,)), ((0,), (0, 20, 21))]),
     "sliding": sa.LevelLayout.sliding((3, 2, 1), (None, 9, 4)),
     "sliding, values": sa.LevelLayout.sliding((2, 2, 2), (20, 20, 5), "paper", (1, 3, 2)),
+    "sink tokens": sa.LevelLayout((3, 2, 1), (32, 8, 4), "paper", (1, 3, 2), sink_tokens=3),
+    "window, sink tokens": sa.LevelLayout.sliding((6,), (5,), sink_tokens=4),
+    "sliding, sink tokens": sa.LevelLayout.sliding((3, 2, 1), (None, 9, 4), sink_tokens=6),
+    "rows, sink tokens": sa.LevelLayout.from_boundaries(
+        (3, 3), [((0,), (0, 9)), ((0,), (0,)), ((0,), (0, 20, 21))], sink_tokens=2
+    ),
     "global window": sa.GlobalWindowLayout((2, 4), 7),
     "global window, mup": sa.GlobalWindowLayout((2, 4), 7, "mup"),
 }
@@ -354,7 +360,7 @@ def test_crop_within_the_blocks_goes_on_as_if_nothing_had_been() -> None:
 
 
 @given(
-    layout=st.sampled_from(sorted(set(LAYOUTS) - {"rows"})),
+    layout=st.sampled_from(sorted(set(LAYOUTS) - {"rows", "rows, sink tokens"})),
     window=st.sampled_from([None, 3, 9]),
     length=st.integers(1, 60),
     to=st.integers(0, 60),

@@ -26,6 +26,8 @@ LAYOUTS = {
     "short window": (LevelLayout((4, 2, 2), (32, 16, 2), value_ranks=(2, 2, 2)), 5),
     "sliding": (LevelLayout.sliding((4, 2, 2), (None, 9, 4), "paper", (2, 2, 2)), None),
     "sliding window": (LevelLayout.sliding((4, 4), (12, 5)), 11),
+    "sink tokens": (LevelLayout((4, 2, 2), (32, 8, 4), value_ranks=(2, 4, 2), sink_tokens=3), None),
+    "window, sink tokens": (LevelLayout.sliding((8,), (5,), sink_tokens=4), None),
     "two softmaxes": (GlobalWindowLayout((4, 4), 6), None),
 }
 HEADS, DIM, VALUE_DIM = 4, 8, 6

@@ -23,6 +23,7 @@ LAYERS = {
         LayerShape(LevelLayout((4, 2), (64, 4), value_ranks=(1, 2)), None, (1, 6), (1, 3)),
         LayerShape(LevelLayout((2, 2), (66, 6)), None, (1, 4), (1, 3)),
     ],
+    "sink tokens": [LayerShape(LevelLayout((4, 2), (64, 8), sink_tokens=2), None, (1, 6), (1, 3))],
     "window": [LayerShape(LevelLayout((4, 2), (64, 8)), 5, (1, 6), (1, 3))],
     "full and window": [LayerShape(None, None, (1, 4), (1, 3)), LayerShape(None, 7, (1, 4), (1, 3))],
     "two softmaxes": [LayerShape(GlobalWindowLayout((4, 4), 6), None, (1, 8), (1, 3))],
@@ -51,7 +52,8 @@ class Machine:
         """(group, position, page, slot) of what a request holds of some positions."""
         pages = self.pages
         for number, (group, slots) in enumerate(zip(pages.groups, pages.slots, strict=True)):
-            for position in range(max(first, end - group.lifetime.kept(end)), end):
+            sinks, kept = group.lifetime.sinks, range(max(first, end - group.lifetime.kept(end)), end)
+            for position in kept if sinks is None else range(first, min(end, sinks)):
                 slot = position % (group.lifetime.period or end)
                 yield number, position, pages.tables[name][number][slot // slots], slot % slots
 
@@ -176,7 +178,7 @@ def test_the_unit_ends_all_deeper_blocks_and_is_at_least_a_page() -> None:
     assert found["levels"] == [16, 16, 48, 64]
     assert found["values"] == [12, 12, 48, 60]
     assert found["two layers"] == [12, 12, 48, 60]  # blocks of 4 and 6
-    assert all(found[name] == [None] * 4 for name in ("window", "full and window", "two softmaxes"))
+    assert all(found[name] == [None] * 4 for name in ("window", "sink tokens", "full and window", "two softmaxes"))
 
 
 def test_beginnings_are_found_by_their_tokens() -> None:

@@ -5,6 +5,7 @@ them, and the same errors.
 import copy
 import random
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,6 +27,8 @@ CASES = {
     "pages": {"layout": LEVELS, "page_size": 3},
     "window": {"layout": LEVELS, "window": 6, "page_size": 2},
     "sliding": {"layout": SLIDING, "page_size": 2},
+    "sink tokens": {"layout": replace(SLIDING, sink_tokens=3), "page_size": 2},
+    "window, sink tokens": {"layout": sa.LevelLayout.sliding((6,), (7,), sink_tokens=4)},
     "global window": {"layout": sa.GlobalWindowLayout((4, 2), 5), "page_size": 4},
     "chunks": {"layout": LEVELS, "chunk_size": 9},
     "padding": {"layout": LEVELS, "left_padding": [3, 3]},

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from structattn.cache import decode
-from structattn.cache.decode import KeyValueView
+from structattn.cache.decode import Columns, KeyValueView
 from structattn.errors import BackendUnavailableError
 from structattn.layout.global_window import Layout
 from structattn.ops import Backend, structured_attention
@@ -108,6 +108,8 @@ def fused_attention(q: Tensor, view: KeyValueView, options: ScoreTerms) -> Tenso
 
     (softmax,) = view.softmaxes
     positions = view.positions * (q.shape[0] // len(view.positions))  # one position for all rows, or one each
+    if any(at < softmax.layout.sink_tokens for _, at in positions):  # there is no key besides
+        return decode.attention(q, view, options)
     starts = torch.tensor([[level.first_needed(at, row) for row, at in positions] for level in softmax.levels])
     counts = torch.tensor([at for _, at in positions]) + 1 - starts
     sizes, is_chunked = softmax.layout.block_sizes, softmax.levels[0].chunk_size is not None
@@ -125,4 +127,25 @@ def fused_attention(q: Tensor, view: KeyValueView, options: ScoreTerms) -> Tenso
         multiples=(0, *sizes[1:]) if sizes and not softmax.slides and not is_chunked else None,
         max_count=int(counts[0].max()),
     )
+    if view.sink_keys:
+        out, lse = _with_sink_tokens(q, view, options, out, lse)
     return out if options.sinks is None else with_sinks(out, lse, options.sinks.detach())[0]
+
+
+def _with_sink_tokens(
+    q: Tensor, view: KeyValueView, options: ScoreTerms, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of all keys, from those of the others than sink tokens."""
+    softmax, columns = view.softmaxes[0], Columns(view.positions, view.softmaxes[0], q.device)
+    count, back = columns.num_sinks, columns.back
+    assert back is not None
+    keys, values = (decode.sink_tokens(store, count).to(lse.dtype) for store in (*view.sink_keys, *view.sink_values))
+    per_level, per_count = softmax.layout.score_factors(options.scale)
+    factors = [a * per_count[-1] for a, rank in zip(per_level, softmax.layout.ranks, strict=True) for _ in range(rank)]
+    query = decode.grouped(q.to(lse.dtype) * torch.tensor(factors, dtype=lse.dtype, device=q.device), keys.shape[1])
+    score = (query @ keys).view(*q.shape[:3], count)
+    options.finish(score, back[:, :count])
+    joined = torch.logaddexp(lse, score.logsumexp(-1))
+    shift = joined.masked_fill(joined == -torch.inf, 0.0)[..., None]
+    weighed = decode.grouped(torch.exp(score - shift), values.shape[1]) @ values.transpose(2, 3)
+    return (out * torch.exp(lse[..., None] - shift) + weighed.view(out.shape)).to(out.dtype), joined

@@ -12,7 +12,7 @@ from torch import Tensor
 from structattn.cache.attend import over_dense
 from structattn.cache.decode import grouped, product
 from structattn.cache.level_cache import LevelCache
-from structattn.cache.levels import Level, Softmax, softmaxes_of, value_levels
+from structattn.cache.levels import Level, Softmax, sink_level, softmaxes_of, value_levels
 from structattn.checks import MAX_LENGTH, check_size
 from structattn.errors import ConfigError
 from structattn.layout.global_window import Layout
@@ -42,8 +42,10 @@ def _held(level: Level, slots: int, last: Tensor) -> Tensor:
 
 
 def _seen(level: Level, position: Tensor, last: Tensor) -> Tensor:
-    """Whether the token at ``last`` (B, 1) shares a level with positions, and sees them."""
+    """Whether the token at ``last`` (B, 1) shares a level with positions, and sees them, sink tokens aside."""
     seen = (position >= _start(level, last)) & (position <= last)
+    if sinks := level.layout.sink_tokens:
+        seen = seen & (position >= sinks)
     return seen if level.window is None else seen & (position > last - level.window) & (position >= 0)
 
 
@@ -59,8 +61,8 @@ class BoundedLevels:
     """What ``LevelCache`` keeps of a layer, as a list of tensors of fixed size, and the same attention from
     them.
 
-    The tensors are those of the levels of the keys, then those of the values: (B, heads, rank, slots). A
-    level has a slot for each position of its longest block (or window), and at most ``max_length``. A token
+    The tensors are those of the levels of the keys, then those of the values, then those of the sink tokens,
+    of keys and of values: (B, heads, rank, slots). A level has a slot for each position of its longest block (or window), and at most ``max_length``. A token
     is written over what its slot held in the block before; slots that the current block has not reached are
     hidden, so that nothing is reset at the border of a block.
 
@@ -92,7 +94,10 @@ class BoundedLevels:
         self.softmaxes = softmaxes_of(layout, window, key_shape[1])
         self.key_levels = [level for softmax in self.softmaxes for level in softmax.levels]
         self.value_levels = value_levels(self.softmaxes, layout, value_shape[1])
+        of_both = (sink_level(layout, dim) for _, dim in (key_shape, value_shape))
+        self.sink_levels = [level for level in of_both if level is not None]
         self._heads = (key_shape[0],) * len(self.key_levels) + (value_shape[0],) * len(self.value_levels)
+        self._heads += tuple(heads for (heads, _), _ in zip((key_shape, value_shape), self.sink_levels, strict=False))
 
     @property
     def is_plain(self) -> bool:
@@ -101,7 +106,7 @@ class BoundedLevels:
 
     @property
     def _levels(self) -> list[Level]:
-        return [*self.key_levels, *self.value_levels]
+        return [*self.key_levels, *self.value_levels, *self.sink_levels]
 
     def shapes(self, batch: int) -> list[tuple[int, int, int, int]]:
         """The shapes of the tensors for that many rows."""
@@ -114,7 +119,8 @@ class BoundedLevels:
         """Each level with its dimensions of keys (B, G, T, D) or values."""
         keys = k.split([level.rank for level in self.key_levels], dim=3)
         values = v.split([level.rank for level in self.value_levels], dim=3)
-        return zip(self._levels, (*keys, *values), strict=True)
+        sinks = (k, v) if self.sink_levels else ()
+        return zip(self._levels, (*keys, *values, *sinks), strict=True)
 
     def filled(self, k: Tensor, v: Tensor, last: Tensor) -> list[Tensor]:
         """The tensors after the tokens of an empty cache: k (B, G, T, D), v (B, G, T, V), of which the last
@@ -157,12 +163,14 @@ class BoundedLevels:
         """
         kind, heads, last = q.dtype, q.shape[:3], last[:, None]
         q = q if kind == torch.float64 else q.float()
-        keys, values = iter(tensors), tensors[len(self.key_levels) :]
+        end = len(self.key_levels) + len(self.value_levels)
+        keys, values, sinks = iter(tensors), tensors[len(self.key_levels) : end], tensors[end:]
         widest = self.value_levels[0]
         columns = _held(widest, values[0].shape[3], last)
         outs = []
         for softmax in self.softmaxes:
-            weights = self._weights(q, softmax, keys, widest, columns, last, options)
+            weights = self._weights(q, softmax, keys, sinks[:1], widest, columns, last, options)
+            weights, of_sinks = weights[..., : columns.shape[1]], weights[..., columns.shape[1] :]
             parts = []
             for level, tensor in zip(self.value_levels, values, strict=True):
                 own = weights
@@ -170,7 +178,11 @@ class BoundedLevels:
                     position = _held(level, tensor.shape[3], last)
                     own = _taken(weights, _slot(widest, position), _seen(level, position, last))
                 parts.append(product(grouped(own, tensor.shape[1]), tensor.transpose(2, 3)).reshape(*heads, -1))
-            outs.append(torch.cat(parts, dim=3))
+            out = torch.cat(parts, dim=3)
+            for tensor in sinks[1:]:
+                weighed = product(grouped(of_sinks, tensor.shape[1]), tensor.transpose(2, 3))
+                out = out + weighed.reshape(*heads, -1)
+            outs.append(out)
         return sum(outs[1:], outs[0]).to(kind)
 
     def _weights(
@@ -178,13 +190,14 @@ class BoundedLevels:
         q: Tensor,
         softmax: Softmax,
         keys: Iterator[Tensor],
+        sinks: Sequence[Tensor],
         widest: Level,
         columns: Tensor,
         last: Tensor,
         options: ScoreTerms,
     ) -> Tensor:
         """The weights (B, H, 1, N) of one softmax, whose tensors are the next of ``keys``; its columns are
-        the positions that ``widest`` holds.
+        the positions that ``widest`` holds, then the sink tokens.
         """
         score, scale = q.new_zeros(()), q.new_zeros(())
         parts = q[..., softmax.dims].split([level.rank for level in softmax.levels], dim=3)
@@ -197,10 +210,17 @@ class BoundedLevels:
             score = score + _taken(found, _slot(level, columns), seen)
             scale = torch.where(seen[:, None, None], of_count, scale)
         score = score * scale
+        hidden = ~_seen(softmax.levels[0], columns, last)
+        for tensor in sinks:
+            per_level, per_count = softmax.layout.score_factors(options.scale)
+            scaled = torch.cat([part * (a * per_count[-1]) for part, a in zip(parts, per_level, strict=True)], dim=3)
+            found = product(grouped(scaled, tensor.shape[1]), tensor).reshape(*q.shape[:3], -1)
+            score = torch.cat([score, found], dim=3)
+            later = torch.arange(tensor.shape[3], device=last.device) > last
+            hidden = torch.cat([hidden.expand(len(later), -1), later], dim=1)
         if options.softcap is not None:
             score = options.softcap * torch.tanh(score / options.softcap)
-        hidden = ~_seen(softmax.levels[0], columns, last)[:, None, None]
-        return options.softmax(score.masked_fill(hidden, -torch.inf), q.shape[:3])
+        return options.softmax(score.masked_fill(hidden[:, None, None], -torch.inf), q.shape[:3])
 
 
 class BoundedCache:

@@ -14,7 +14,7 @@ from structattn.cache import native_decode
 from structattn.cache.attend import over_dense, over_view
 from structattn.cache.decode import KeyValueView
 from structattn.cache.latent import Latent
-from structattn.cache.levels import Level, Softmax, softmaxes_of, value_levels, widest
+from structattn.cache.levels import Level, SinkLevel, Softmax, sink_level, softmaxes_of, value_levels, widest
 from structattn.cache.native_decode import Step
 from structattn.cache.storage import TEXT_PAGE_SIZE, Page, Storage
 from structattn.checks import MAX_LENGTH, check_choice, check_size, check_sizes, describe
@@ -155,6 +155,12 @@ class Contents:
 
         self.keys = [store(dim, level) for dim, level in zip(dims, self.key_levels, strict=False)]
         self.values = [store(level.rank, level) for level in self.value_levels]
+        self.sink_keys: list[Storage] = []  # of the sink tokens, in all dimensions; with a latent as of the keys
+        self.sink_values: list[Storage] = []
+        if self.sinks is not None:
+            of_keys = [shape.keys[1]] if latent is None else dims
+            self.sink_keys = [store(dim, self.sinks) for dim in of_keys]
+            self.sink_values = [store(shape.values[1], self.sinks)]
         self.reset()
 
     def _set_levels(self) -> None:
@@ -168,6 +174,7 @@ class Contents:
         else:
             self.key_levels = (widest(self.softmaxes),) * (2 if self.latent.num_rstd else 1)
         self.value_levels = value_levels(self.softmaxes, self.layout, self.shape.values[1])
+        self.sinks: SinkLevel | None = sink_level(self.layout, head_dim)
 
     def set_layout(self, layout: LevelLayout) -> None:
         """The layout from now on: other segments from the next token on, the current ones as they were, one
@@ -187,9 +194,27 @@ class Contents:
         self.latent = latent
 
     def stores(self) -> Iterator[tuple[Storage, Level]]:
-        """All stores with their levels, keys first."""
+        """All stores with their levels: keys, values, then the sink tokens of keys and values."""
         yield from zip(self.keys, self.key_levels, strict=True)
         yield from zip(self.values, self.value_levels, strict=True)
+        if self.sinks is not None:
+            yield from ((store, self.sinks) for store in (*self.sink_keys, *self.sink_values))
+
+    def _of_each(self, of_keys: Any, of_values: Any) -> list[Any]:
+        """What belongs to keys and what belongs to values, for each of ``stores``."""
+        counts = [(self.keys, of_keys), (self.values, of_values)]
+        counts += [(self.sink_keys, of_keys), (self.sink_values, of_values)]
+        return [x for stores, x in counts for _ in stores]
+
+    @property
+    def key_nbytes(self) -> int:
+        """Bytes that are allocated for keys (or for the latent state)."""
+        return sum(store.nbytes for store in (*self.keys, *self.sink_keys))
+
+    @property
+    def value_nbytes(self) -> int:
+        """Bytes that are allocated for values."""
+        return sum(store.nbytes for store in (*self.values, *self.sink_values))
 
     # Rows: one for all where they are at the same positions with the same blocks, else one per row of the
     # batch.
@@ -256,7 +281,7 @@ class Contents:
                 f"expected {len(names)} tensors, {', '.join(names)}, got {', '.join(sorted(tensors))}"
             )
         check_size("length", length, MAX_LENGTH)
-        heads = [self.shape.keys[0]] * len(self.keys) + [self.shape.values[0]] * len(self.values)
+        heads = self._of_each(self.shape.keys[0], self.shape.values[0])
         self.length, self._step = length, None
         for name, (store, level), count, firsts in zip(names, stores, heads, oldest, strict=True):
             x = tensors[name]
@@ -291,7 +316,7 @@ class Contents:
             start, needed = 0, 0
         else:
             start = level.start(last, row) if store.ring is None else max(0, last - store.ring + 1)
-            needed = last - start + 1 if store.ring is None else min(last + 1, store.ring)
+            needed = level.end(last) - start if store.ring is None else min(last + 1, store.ring)
         if not start <= oldest <= max(0, last + 1):
             raise CheckpointError(f"oldest of tensor {name} must be from {start} to {max(0, last + 1)}, got {oldest}")
         if slots < needed:
@@ -342,13 +367,17 @@ class Contents:
             step.write(k, v, self.length, self._overwritten)
             return
         flat = (k.flatten(0, 2), v.flatten(0, 2)) if self.latent is None else (k, v)
-        numbers = [x.flatten(0, -2) for x in self._per_store(*flat)]
         places: list[tuple[Page, int]] = []
-        for store, level in self.stores():
+        numbers: list[Tensor] = []
+        of_stores = zip(self.stores(), self._per_store(*flat), self._of_each(k, v), strict=True)
+        for (store, level), x, like in of_stores:
+            if position >= level.end(position):
+                continue
             slot = store.slot(position, level.start(position, row))
-            self._grow(store, slot + 1, k if len(places) < len(self.keys) else v)
+            self._grow(store, slot + 1, like)
             page, place = store.place(slot)
             places.append((page, place))
+            numbers.append(x.flatten(0, -2))
             if self._mark is not None and self._writes_over(store, position, slot):
                 self._mark.overwritten.append(page.kept(slice(None), place, 1))
         self.keys[0].page_type.write_token(places, numbers)
@@ -360,7 +389,7 @@ class Contents:
             lost: list[int | None] = []
             for row, _, pad in self.rows:
                 position = self.length - pad
-                if position < 0:
+                if not 0 <= position < level.end(position):
                     slots.append(None)
                     lost.append(None)
                     continue
@@ -380,18 +409,20 @@ class Contents:
                 first, last = self.length - pad, self.length - pad + count - 1
                 if last < 0:
                     continue
-                start = level.start(last, row)
+                start, end = level.start(last, row), level.end(last)
                 oldest = max(start, 0) if store.ring is None else last - store.ring + 1
                 low = max(first, oldest, 0)
-                slots = last - start + 1 if store.ring is None else min(last + 1, store.ring)
+                if low >= end:
+                    continue
+                slots = end - start if store.ring is None else min(end, store.ring)
                 self._grow(store, slots, x)
                 if first > 0 and self._mark is not None:
-                    lost, end = max(low, store.ring or 0), last + 1
+                    lost, stop = max(low, store.ring or 0), end
                     if store.ring is None and self.length == self._mark.length:
                         previous = level.start(first - 1, row)  # its block is written over, if it is another
-                        end = low if previous == start else min(end, start + first - previous)
-                    self._mark.overwritten.extend(store.kept(batch, lost, end, start))
-                store.write(x[batch, :, low - first :], batch, low, start)
+                        stop = low if previous == start else min(stop, start + first - previous)
+                    self._mark.overwritten.extend(store.kept(batch, lost, stop, start))
+                store.write(x[batch, :, low - first : end - first], batch, low, start)
 
     def _writes_over(self, store: Storage, position: int, slot: int) -> bool:
         """Whether a slot may hold a position that was wanted at the mark: of the block before, or of the
@@ -412,7 +443,10 @@ class Contents:
             if self.latent.num_rstd:
                 with torch.no_grad():
                     keys.append(self.latent.rstd(k[:, 0])[:, None].to(k.dtype))
-        return keys + list(v.split([store.dim for store in self.values], dim=-1))
+        values = list(v.split([store.dim for store in self.values], dim=-1))
+        if self.sinks is None:
+            return keys + values
+        return keys + values + ([k] if self.latent is None else keys) + [v]
 
     def _next_step(self, k: Tensor, v: Tensor) -> Step | None:
         """What writes the next token, and attends, in C++; ``None`` where it cannot: rows at several
@@ -428,16 +462,18 @@ class Contents:
             return None
         row, _, pad = next(iter(self.rows))
         position = self.length - pad
-        if position < 0:
+        if position < (0 if self.sinks is None else self.sinks.layout.sink_tokens):
             return None
         if self._step is None or self.length not in self._step.lengths:
-            for store, level in self.stores():
-                self._grow(store, store.slot(position, level.start(position, row)) + 1, k if store in self.keys else v)
+            for (store, level), like in zip(self.stores(), self._of_each(k, v), strict=True):
+                if position < level.end(position):
+                    self._grow(store, store.slot(position, level.start(position, row)) + 1, like)
             self._step = Step(
                 self.softmaxes,
                 self.chunk_size,
                 list(zip(self.keys, self.key_levels, strict=True)),
                 list(zip(self.values, self.value_levels, strict=True)),
+                sinks=(*self.sink_keys, *self.sink_values),
                 row=row,
                 pad=pad,
                 length=self.length,
@@ -651,6 +687,8 @@ class Contents:
             softmaxes=self.softmaxes,
             keys=self.keys,
             values=list(zip(self.values, self.value_levels, strict=True)),
+            sink_keys=self.sink_keys,
+            sink_values=self.sink_values,
             latent=self.latent,
             positions=[(row, self.length - 1 - pad) for row, _, pad in self.rows],
             factors_by_scale=self._factors,
@@ -660,13 +698,14 @@ class Contents:
         """All keys (or states) as a dense tensor, zero where nothing is kept, with the new ones at the
         end.
         """
-        return self._dense(k, self.keys[: 1 if self.latent else None], self.key_levels)
+        count = 1 if self.latent else None
+        return self._dense(k, self.keys[:count], self.key_levels, self.sink_keys[:count])
 
     def dense_values(self, v: Tensor) -> Tensor:
         """As ``dense_keys``, of the values."""
-        return self._dense(v, self.values, self.value_levels)
+        return self._dense(v, self.values, self.value_levels, self.sink_values)
 
-    def _dense(self, new: Tensor, stores: list[Storage], levels: tuple[Level, ...]) -> Tensor:
+    def _dense(self, new: Tensor, stores: list[Storage], levels: tuple[Level, ...], sinks: list[Storage]) -> Tensor:
         count, dim = self.length, 0
         past = new.new_zeros((new.shape[0], new.shape[1], count, new.shape[3]))
         for store, level in zip(stores, levels, strict=False):
@@ -680,6 +719,11 @@ class Contents:
                     numbers = store.read(batch, first, last + 1, start)
                     past[batch, :, first + pad : count, dim : dim + store.dim] = numbers.transpose(2, 3)
             dim += store.dim
+        for store in sinks:
+            assert self.sinks is not None
+            for _, batch, pad in self.rows:
+                if (end := self.sinks.end(count - 1 - pad)) > 0:
+                    past[batch, :, pad : pad + end] = store.read(batch, 0, end, 0).transpose(2, 3)
         return torch.cat([past, new], dim=2)
 
     def select(self, indices: Tensor) -> None:

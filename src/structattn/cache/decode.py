@@ -25,6 +25,7 @@ class KeyValueView:
         softmaxes: those of the layout.
         keys: a store for each level of each softmax; with ``latent`` the states, then their inverse RMS.
         values: stores with their levels.
+        sink_keys, sink_values: of the sink tokens, in all dimensions; empty where there are none.
         latent: see ``Latent``.
         positions: (row of the layout, position of the last token), one for all rows or one per row of the
             batch; the position is at least 0.
@@ -35,6 +36,8 @@ class KeyValueView:
     softmaxes: tuple[Softmax, ...]
     keys: list[Storage]
     values: list[tuple[Storage, Level]]
+    sink_keys: list[Storage]
+    sink_values: list[Storage]
     latent: Latent | None
     positions: list[tuple[int, int]]
     factors_by_scale: dict[tuple[object, ...], Tensor]
@@ -90,16 +93,18 @@ class _Scattered:
 
 
 class Columns:
-    """The columns of the scores of one softmax: positions in order, ending with the last token in every
-    row.
+    """The columns of the scores of one softmax: sink tokens, then positions in order, ending with the last
+    token in every row.
     """
 
     def __init__(self, positions: list[tuple[int, int]], softmax: Softmax, device: torch.device) -> None:
         self.positions, self.softmax, self.device = positions, softmax, device
         self._targets: dict[object, list[tuple[int, _Scattered]]] = {}
         self._spread: dict[object, Tensor] = {}
-        # Column 0 is the first position that any row sees, counted back from the last token.
-        self.count = max(at - softmax.levels[0].first_needed(at, row) + 1 for row, at in positions)
+        self.num_sinks = min(softmax.layout.sink_tokens, max(at for _, at in positions) + 1)
+        # After them is the first position that any row sees, counted back from the last token.
+        most = max(at - softmax.levels[0].first_needed(at, row) + 1 for row, at in positions)
+        self.count = self.num_sinks + most
 
     def starts(self, level: Level) -> list[int]:
         """The column, per row, at which a level begins to be shared (and seen)."""
@@ -119,7 +124,7 @@ class Columns:
         positions, store = self.positions, stores[0]
         if len(positions) == 1:
             row, at = positions[0]
-            first, end = max(level.first_needed(at, row), at - self.count + 1), at + 1
+            first, end = max(level.first_needed(at, row), at - self.count + 1 + self.num_sinks), at + 1
             if shared is not None:
                 edges = [*(x.first_needed(at, row) for x in self.softmax.levels), end]
                 first, end = max(first, edges[shared - 1]), edges[shared]
@@ -166,7 +171,8 @@ class Columns:
             slots = torch.arange(offset, offset + size, device=self.device)[None]
             # In a ring, the newest position that is in the slot.
             position = start_of + slots if ring is None else last - (last - slots) % ring
-            counts = (position < high) & (position >= low) & (position <= last) & (position > last - self.count)
+            counts = (position < high) & (position >= low) & (position <= last)
+            counts = counts & (position > last - self.count + self.num_sinks)
             yield size, _Scattered(torch.where(counts, position - last + self.count - 1, 0), counts)
             offset += size
 
@@ -177,13 +183,16 @@ class Columns:
         """A number for each number of shared levels, spread over the columns: by slices, or (B, 1, 1, N)."""
         starts = [self.starts(level) for level in self.softmax.levels]
         if len(self.positions) == 1:
-            edges = [max(0, of_rows[0]) for of_rows in starts] + [self.count]
-            return [(slice(a, b), value) for a, b, value in zip(edges, edges[1:], values, strict=False) if b > a]
+            edges = [max(self.num_sinks, of_rows[0]) for of_rows in starts] + [self.count]
+            sinks = (0, self.num_sinks, values[-1])
+            spans = [sinks, *zip(edges, edges[1:], values, strict=False)]
+            return [(slice(a, b), value) for a, b, value in spans if b > a]
         key = tuple(values), like.dtype
         if key not in self._spread:
             column = torch.arange(self.count, device=self.device)
             first = torch.tensor(starts, device=self.device)  # (L, B)
             shared = (column >= first[..., None]).sum(0)  # (B, N)
+            shared[:, : self.num_sinks] = len(values)
             table = torch.tensor([0.0, *values], dtype=like.dtype, device=self.device)
             self._spread[key] = table[shared][:, None, None]
         return self._spread[key]
@@ -195,7 +204,23 @@ class Columns:
         if max(starts) == 0:
             return None
         border = torch.tensor(starts, device=self.device)
-        return (torch.arange(self.count, device=self.device) < border[:, None])[:, None, None]
+        column = torch.arange(self.count, device=self.device)
+        hidden = column < border[:, None]
+        if self.num_sinks:  # of a row with fewer tokens some are not there
+            last = self._per_row(at for _, at in self.positions)
+            hidden = torch.where(column < self.num_sinks, column > last, hidden)
+        return hidden[:, None, None]
+
+    @cached_property
+    def back(self) -> Tensor | None:
+        """How many positions before the last token each column is, (1 or B, N) int64; ``None`` where the
+        columns are the last N.
+        """
+        if not self.num_sinks:
+            return None
+        column = torch.arange(self.count, device=self.device)
+        last = self._per_row(at for _, at in self.positions)
+        return torch.where(column < self.num_sinks, last - column, self.count - 1 - column)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -210,10 +235,20 @@ def grouped(x: Tensor, groups: int) -> Tensor:
     return x.unflatten(1, (groups, -1)).flatten(2, 3)
 
 
+def sink_tokens(store: Storage, count: int) -> Tensor:
+    """The first numbers of a store of sink tokens, (B, G, d, count)."""
+    return store.read(slice(None), 0, count, 0)
+
+
+def _per_dim(softmax: Softmax, per_level: Sequence[float]) -> list[float]:
+    return [x for rank, x in zip(softmax.layout.ranks, per_level, strict=True) for _ in range(rank)]
+
+
 def _feature_scores(
     q: Tensor,
     softmax: Softmax,
     stores: Sequence[Storage],
+    sinks: Sequence[Storage],
     columns: Columns,
     factors: tuple[Sequence[float], Sequence[float]],
 ) -> Tensor:
@@ -226,6 +261,9 @@ def _feature_scores(
         query = grouped(q[..., dims] if factor == 1 else q[..., dims] * factor, groups)
         for (page,), target in columns.spans([store], level):
             target.add(total, product(query, page))
+    for store in sinks:
+        query = grouped(q * q.new_tensor(_per_dim(softmax, per_level)), groups)
+        total[..., : columns.num_sinks] = product(query, sink_tokens(store, columns.num_sinks))
     spread = columns.per_column(per_count, q)
     if isinstance(spread, Tensor):
         total = total * spread
@@ -239,6 +277,7 @@ def _latent_scores(
     q: Tensor,
     softmax: Softmax,
     stores: Sequence[Storage],
+    sinks: Sequence[Storage],
     latent: Latent,
     columns: Columns,
     factors: tuple[Sequence[float], Sequence[float]],
@@ -257,7 +296,10 @@ def _latent_scores(
     offset = offset.unflatten(2, (tokens, -1))
     for number in range(len(per_count)):
         query = u[:, :, :, number].flatten(1, 3)[:, None]  # B, 1, H * T * A, E
-        for (states, *rstds), target in columns.spans(stores, softmax.levels[0], number + 1):
+        spans = list(columns.spans(stores, softmax.levels[0], number + 1))
+        if sinks and number == len(per_count) - 1:
+            spans.append(([sink_tokens(store, columns.num_sinks) for store in sinks], _Slice(slice(0, columns.num_sinks))))
+        for (states, *rstds), target in spans:
             score = product(query, states).view(batch, heads, tokens, u.shape[4], -1)
             for rstd in rstds:  # (B, 1, key heads * A, n)
                 of_heads = rstd[:, 0].to(q.dtype).unflatten(1, (-1, 1, 1, u.shape[4]))
@@ -275,10 +317,10 @@ def _weights(
     columns = view.columns[softmax.levels]
     factors = softmax.layout.score_factors(options.scale)
     if view.latent is None:
-        score = _feature_scores(q[..., softmax.dims], softmax, stores, columns, factors)
+        score = _feature_scores(q[..., softmax.dims], softmax, stores, view.sink_keys, columns, factors)
     else:
-        score = _latent_scores(q, softmax, stores, view.latent, columns, factors)
-    options.finish(score)
+        score = _latent_scores(q, softmax, stores, view.sink_keys, view.latent, columns, factors)
+    options.finish(score, columns.back)
     hidden = columns.hidden
     if hidden is not None:
         score = score.masked_fill(hidden, -torch.inf)
@@ -354,7 +396,7 @@ def attention(q: Tensor, view: KeyValueView, options: ScoreTerms) -> Tensor:
     batch, heads, tokens = q.shape[:3]
     kind = q.dtype
     q = q if kind == torch.float64 else q.float()
-    if len(view.positions) == 1 and view.latent is None:
+    if len(view.positions) == 1 and view.latent is None and not view.sink_keys:
         return _alike(q, view, options).to(kind)
     value_heads = view.values[0][0].heads
     stores, out = iter(view.keys), None
@@ -368,9 +410,10 @@ def attention(q: Tensor, view: KeyValueView, options: ScoreTerms) -> Tensor:
             for (page,), target in columns.spans([store], level):
                 weighed = product(target.take(weight), page.transpose(2, 3))
                 total = weighed if total is None else total + weighed
-            assert total is not None
-            sums.append(total)
+            sums.append(weight.new_zeros((*weight.shape[:3], store.dim)) if total is None else total)
         values = sums[0] if len(sums) == 1 else torch.cat(sums, dim=3)
+        for store in view.sink_values:
+            values = values + product(weight[..., : columns.num_sinks], sink_tokens(store, columns.num_sinks).transpose(2, 3))
         out = values if out is None else out + values
     assert out is not None
     return out.view(batch, heads, tokens, -1).to(kind)

@@ -166,12 +166,12 @@ class LevelCache(OneLayerCache):
     @property
     def key_nbytes(self) -> int:
         """Bytes that are allocated for keys (or for the latent state)."""
-        return sum(store.nbytes for store in self._kept.keys) if self._kept else 0
+        return self._kept.key_nbytes if self._kept else 0
 
     @property
     def value_nbytes(self) -> int:
         """Bytes that are allocated for values."""
-        return sum(store.nbytes for store in self._kept.values) if self._kept else 0
+        return self._kept.value_nbytes if self._kept else 0
 
     @property
     def nbytes(self) -> int:

@@ -18,6 +18,8 @@ class Level:
         rank: numbers per position.
         window: of the softmax, or of the level where that is shorter.
         chunk_size: of chunks that see nothing of each other; ``None`` for none.
+
+    Sink tokens are kept apart, as a ``SinkLevel``: of no other level a query needs them.
     """
 
     layout: LevelLayout
@@ -79,11 +81,43 @@ class Level:
         return chunk + self.layout.block_start(self.number, position - chunk, row)
 
     def first_needed(self, position: int, row: int) -> int:
-        """The first position that a query at ``position`` shares this level with and sees."""
+        """The first position that a query at ``position`` shares this level with and sees, sink tokens aside;
+        ``position + 1`` where there is none.
+        """
         if position < 0:
             return position
         start = self.start(position, row)
-        return start if self.window is None else max(start, position - self.window + 1)
+        start = start if self.window is None else max(start, position - self.window + 1)
+        return min(max(start, self.layout.sink_tokens), position + 1)
+
+    def end(self, position: int) -> int:
+        """The position after the last that is kept when ``position`` is the last token's."""
+        return position + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class SinkLevel(Level):
+    """The sink tokens of a layout, in all dimensions: never dropped.
+
+    Its number is 1, and there is no window: every later query sees them.
+    """
+
+    @property
+    def longest(self) -> int | None:
+        """How many they are."""
+        return self.layout.sink_tokens
+
+    def most_slots(self, length: int) -> int:
+        """See ``Level``."""
+        return min(length, self.layout.sink_tokens)
+
+    def first_needed(self, position: int, row: int) -> int:
+        """The first of them."""
+        return min(position, 0)
+
+    def end(self, position: int) -> int:
+        """See ``Level``."""
+        return min(position + 1, self.layout.sink_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +142,8 @@ class Softmax:
             block if level.window is None else max(block, position - level.window + 1)
             for block, level in zip(blocks, self.levels, strict=True)
         ]
+        if sinks := self.layout.sink_tokens:
+            starts = [min(max(start, sinks), position + 1) for start in starts]
         return starts, blocks
 
 
@@ -133,6 +169,13 @@ def softmaxes_of(
         )
     layout = LevelLayout((head_dim,), (1,)) if layout is None else layout
     return (_softmax(layout, slice(0, layout.head_dim), window, chunk_size),)
+
+
+def sink_level(layout: Layout | None, rank: int) -> SinkLevel | None:
+    """What a cache keeps of the sink tokens of a layout; ``None`` where it has none."""
+    if not isinstance(layout, LevelLayout) or not layout.sink_tokens:
+        return None
+    return SinkLevel(layout=layout, number=1, rank=rank, window=None)
 
 
 def widest(softmaxes: Sequence[Softmax]) -> Level:

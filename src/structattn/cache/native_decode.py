@@ -56,6 +56,7 @@ class Step:
     Args:
         softmaxes, chunk_size: of the cache.
         keys, values: its stores, with their levels; each has a slot for the next position.
+        sinks: its sink tokens, keys and values, all of which are there.
         row, pad: of the layout, and the padding of all rows.
         length: tokens so far, padding included.
         k, v: the next token, (B, G, 1, D) and (B, Gv, 1, V), of the dtype of what is kept.
@@ -71,6 +72,7 @@ class Step:
         keys: Sequence[tuple[Storage, Level]],
         values: Sequence[tuple[Storage, Level]],
         *,
+        sinks: Sequence[Storage] = (),
         row: int,
         pad: int,
         length: int,
@@ -78,17 +80,20 @@ class Step:
         v: Tensor,
     ) -> None:
         self._stores, self._row, self._pad = [*keys, *values], row, pad
-        pages = [page for store, _ in self._stores for page in store.pages]
+        pages = [page for store in (*(store for store, _ in self._stores), *sinks) for page in store.pages]
         self._pages = [buffer.flatten(0, 1) for page in pages for buffer in page.buffers]
         position = length - pad
         stop = position + 1 if any(level.has_segments for _, level in self._stores) else _NEVER
-        plan = [-1, chunk_size or 0, len(softmaxes), *(len(softmax.levels) for softmax in softmaxes)]
+        num_sinks = softmaxes[0].layout.sink_tokens
+        plan = [-1, chunk_size or 0, num_sinks, len(softmaxes), *(len(softmax.levels) for softmax in softmaxes)]
         for store, level in self._stores:
             start = level.start(position, row)
             block, begins = (0, start) if level.has_segments else (level.block_size, -1)
             plan += (block, begins, store.ring or 0, level.window or 0, store.dim, store.num_pages)
             if store.longest is None or store.capacity < store.longest:
                 stop = min(stop, store.capacity + (0 if store.ring is not None else start))
+        for store in sinks:
+            plan += (0, -1, 0, 0, store.dim, store.num_pages)
         self.lengths = range(length, stop + pad)
         self._levels = tuple((softmax.layout.ranks, softmax.layout.scaling) for softmax in softmaxes)
         self._shapes = k.shape, v.shape

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from structattn.errors import ConfigError
 from structattn.layout.global_window import Layout
 from structattn.layout.levels import LevelLayout
 from structattn.ops.attention import structured_attention
@@ -48,6 +49,8 @@ def chunked_attention(
         values and the mask are copied. Where T < S, only the keys from the first chunk with a query on are
         read.
     """
+    if getattr(layout, "sink_tokens", 0):
+        raise ConfigError("tokens of a chunk see no other chunk, and so no sink tokens: give a layout without them")
     (batch, heads, count, _), length = q.shape, k.shape[2]
     steps = torch.arange(length, device=q.device)
     at, rows = steps.expand(batch, -1), torch.arange(batch, device=q.device)[:, None].expand(-1, length)

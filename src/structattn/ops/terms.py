@@ -119,14 +119,19 @@ class ScoreTerms:
         mask = self.attn_mask[(None,) * (4 - self.attn_mask.dim())].expand(-1, -1, num_queries, num_keys)
         return replace(self, attn_mask=mask[:, :, first:end, : num_keys - num_queries + end])
 
-    def finish(self, scores: Tensor) -> None:
+    def finish(self, scores: Tensor, back: Tensor | None = None) -> None:
         """Makes scaled products the scores, in place: soft cap, ALiBi, mask, and no later tokens.
 
         Args:
-            scores: (B, H, T, N), contiguous, of the last N keys.
+            scores: (B, H, T, N), contiguous.
+            back: (N,) or (B, N) int64, how many positions each key is before the last token; larger than any
+                where there is none. Default: the keys are the last N.
         """
         if self.softcap is not None:
             scores.div_(self.softcap).tanh_().mul_(self.softcap)
+        if back is not None:
+            self._finish_at(scores, back)
+            return
         tokens, count = scores.shape[2:]
         if self.slopes is not None:
             keys = torch.arange(count, dtype=scores.dtype, device=scores.device)
@@ -138,6 +143,25 @@ class ScoreTerms:
         if self.attn_mask is None:
             return
         mask = self.attn_mask[..., -count:]
+        if mask.dtype == torch.bool:
+            scores.masked_fill_(~mask, -torch.inf)
+        else:
+            scores.add_(mask.detach())
+
+    def _finish_at(self, scores: Tensor, back: Tensor) -> None:
+        """``finish`` for keys at any positions."""
+        steps = torch.arange(scores.shape[2] - 1, -1, -1, device=scores.device)
+        distance = (back[..., None, :] - steps[:, None]).view(-1, 1, scores.shape[2], scores.shape[3])
+        if self.slopes is not None:
+            scores.addcmul_(self.slopes.to(scores.dtype)[:, :, None, None], distance.to(scores.dtype), value=-1.0)
+        scores.masked_fill_(distance < 0, -torch.inf)
+        if self.attn_mask is None:
+            return
+        mask = self.attn_mask[(None,) * (4 - self.attn_mask.dim())]
+        if mask.shape[3] > 1:
+            column = (mask.shape[3] - 1 - back).clamp(0, mask.shape[3] - 1).view(-1, 1, 1, back.shape[-1])
+            shape = [max(a, b) for a, b in zip(mask.shape[:3], column.shape[:3], strict=True)]
+            mask = mask.expand(*shape, -1).gather(3, column.expand(*shape, -1))
         if mask.dtype == torch.bool:
             scores.masked_fill_(~mask, -torch.inf)
         else:

@@ -59,12 +59,12 @@ class Singles:
 @dataclass(frozen=True)
 class Chunk:
     """A request with several new tokens that follow others: which tokens of the call, and what is kept of
-    those before, by group.
+    those before, with its positions, by group.
     """
 
     tokens: slice
     past: int
-    kept: list[tuple[Slots, int]]
+    kept: list[tuple[Slots, range]]
 
 
 @dataclass(frozen=True)
@@ -114,24 +114,25 @@ class Batch:
         spans: list[Slots] = []
         for one, at in placed:
             table = self.pool.tables[one.request][number]
-            end = one.past + one.count
+            written = lifetime.written(one.past, one.past + one.count)
+            if not written:
+                continue
             if one.count == 1:
                 slot = one.past if lifetime.period is None else one.past % lifetime.period
                 pages.append(table[slot // size])
                 slots.append(slot % size)
                 tokens.append(at)
             else:
-                low = max(one.past, end - lifetime.kept(end))
-                spans.append(self._span(lifetime, size, table, low, end, at - one.past))
+                spans.append(self._span(lifetime, size, table, written, at - one.past))
         found = Slots(self._tensor(pages).long(), self._tensor(slots).long(), self._tensor(tokens).long())
         if not spans:
             return found
         every = [found, *spans]
         return Slots(*(torch.cat([getattr(x, name) for x in every]) for name in ("pages", "slots", "tokens")))
 
-    def _span(self, lifetime: Lifetime, size: int, table: list[int], low: int, end: int, offset: int) -> Slots:
-        """The slots of the positions low ... end - 1 of a request; its position x is token ``offset`` + x."""
-        positions = torch.arange(low, end, device=self.pool.memory.device)
+    def _span(self, lifetime: Lifetime, size: int, table: list[int], at: range, offset: int) -> Slots:
+        """The slots of positions of a request; its position x is token ``offset`` + x."""
+        positions = torch.arange(at.start, at.stop, device=self.pool.memory.device)
         slots = positions if lifetime.period is None else positions % lifetime.period
         pages = self._tensor(table).long()
         return Slots(pages[slots // size], slots % size, positions + offset)
@@ -166,10 +167,10 @@ class Batch:
     def _chunk(self, one: Tokens, at: int) -> Chunk:
         return Chunk(slice(at, at + one.count), one.past, list(self._kept(one)))
 
-    def _kept(self, one: Tokens) -> Iterator[tuple[Slots, int]]:
-        """For each group the slots of the tokens before, at their positions, that the new ones may need, and
-        how many.
-        """
+    def _kept(self, one: Tokens) -> Iterator[tuple[Slots, range]]:
+        """For each group the slots of the tokens before that the new ones may need, and their positions."""
         for number, (group, size) in enumerate(zip(self.pool.groups, self.pool.slots, strict=True)):
-            count, table = group.lifetime.kept(one.past), self.pool.tables[one.request][number]
-            yield self._span(group.lifetime, size, table, one.past - count, one.past, 0), count
+            lifetime, table = group.lifetime, self.pool.tables[one.request][number]
+            first = 0 if lifetime.sinks is not None else one.past - lifetime.kept(one.past)
+            kept = range(first, first + lifetime.kept(one.past))
+            yield self._span(lifetime, size, table, kept, 0), kept

@@ -182,6 +182,7 @@ class PagedCache(PackedCache):
             for x, levels in ((k, shape.key_levels), (v, shape.value_levels))
             for part in x[0].split([level.rank for level in levels], dim=2)
         ]
+        parts += [x[0] for x, _ in zip((k, v), shape.sink_levels, strict=False)]
         for level, numbers in zip(self._levels[layer], parts, strict=True):
             where = batch.writes[level.group]
             level.put(where.pages, where.slots, numbers[:, where.tokens])
@@ -198,11 +199,14 @@ class PagedCache(PackedCache):
             first = 0
             for level in levels:
                 held = next(pages)
-                where, count = chunk.kept[held.group]
-                if count:
+                where, at = chunk.kept[held.group]
+                if at:
                     numbers = held.get(where.pages, where.slots)
-                    x[0, :, chunk.past - count : chunk.past, first : first + level.rank] = numbers.to(x.dtype)
+                    x[0, :, at.start : at.stop, first : first + level.rank] = numbers.to(x.dtype)
                 first += level.rank
+        for x, held in zip(dense, pages, strict=False):  # of the sink tokens
+            where, at = chunk.kept[held.group]
+            x[0, :, at.start : at.stop] = held.get(where.pages, where.slots).to(x.dtype)
         return over_dense(q, dense[0], dense[1], options, layout=shape.layout, window=shape.window)
 
     def _decoded(self, layer: int, singles: Singles, q: Tensor, options: ScoreTerms) -> Tensor:
@@ -212,11 +216,13 @@ class PagedCache(PackedCache):
             pages.gathered(singles.pages[pages.group], level)
             for (_, level), pages in zip(shape.levels(), self._levels[layer], strict=True)
         ]
-        count = len(shape.key_levels)
+        count, end = len(shape.key_levels), len(shape.key_levels) + len(shape.value_levels)
         kept = KeyValueView(
             softmaxes=shape.softmaxes,
             keys=stores[:count],
-            values=list(zip(stores[count:], shape.value_levels, strict=True)),
+            values=list(zip(stores[count:end], shape.value_levels, strict=True)),
+            sink_keys=stores[end : end + 1],
+            sink_values=stores[end + 1 :],
             latent=None,
             positions=[(0, at) for at in singles.positions],
             factors_by_scale=self._factors.setdefault(shape, {}),

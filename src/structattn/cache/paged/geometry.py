@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from structattn.cache.levels import Level, Softmax, softmaxes_of, value_levels
+from structattn.cache.levels import Level, SinkLevel, Softmax, sink_level, softmaxes_of, value_levels
 from structattn.errors import ConfigError
 from structattn.layout.global_window import Layout
 from structattn.layout.levels import LevelLayout
@@ -17,20 +17,29 @@ from structattn.layout.levels import LevelLayout
 @dataclass(frozen=True, kw_only=True)
 class Lifetime:
     """How long a level keeps a position: always, until its block ends, or until it is as far back as the
-    window.
+    window. Sink tokens are always kept, and no others with them.
 
     Attributes:
         block: positions of a block; ``None`` at level 1.
         ring: positions of a ring, where a window is shorter than the block.
+        sinks: how many of the first positions are kept; ``None`` for no limit.
     """
 
-    block: int | None
-    ring: int | None
+    block: int | None = None
+    ring: int | None = None
+    sinks: int | None = None
 
     @classmethod
     def of(cls, level: Level) -> Lifetime:
         """That of a level."""
+        if isinstance(level, SinkLevel):
+            return cls(sinks=level.longest)
         return cls(block=None if level.ring is not None else level.longest, ring=level.ring)
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether every position is kept."""
+        return self.block is None and self.ring is None and self.sinks is None
 
     @property
     def period(self) -> int | None:
@@ -39,12 +48,26 @@ class Lifetime:
 
     def slots(self, position: int) -> int:
         """Slots in use when ``position`` is the last one that is held; 0 for -1."""
+        if self.sinks is not None:
+            return min(position + 1, self.sinks)
         if self.ring is not None:
             return min(position + 1, self.ring)
         return position + 1 if self.block is None or position < 0 else position % self.block + 1
 
+    def written(self, past: int, end: int) -> range:
+        """The positions of the tokens from ``past`` to ``end`` - 1 that are written: those that are kept after
+        them, and a single one, which is decoded from its page.
+        """
+        if self.sinks is not None:
+            return range(past, min(end, self.sinks))
+        if end - past == 1:
+            return range(past, end)
+        return range(max(past, end - self.kept(end)), end)
+
     def kept(self, length: int) -> int:
         """Slots that the token after ``length`` tokens may need: none of a block that has ended."""
+        if self.sinks is not None:
+            return self.slots(length - 1)
         return 0 if self.block is not None and length % self.block == 0 else self.slots(length - 1)
 
 
@@ -84,12 +107,20 @@ class LayerShape:
         """The levels of the values: one without ``value_ranks``."""
         return value_levels(self.softmaxes, self.layout, self.values[1])
 
+    @cached_property
+    def sink_levels(self) -> tuple[SinkLevel, ...]:
+        """The sink tokens of keys and of values; none where the layout has none."""
+        found = (sink_level(self.layout, dim) for _, dim in (self.keys, self.values))
+        return tuple(level for level in found if level is not None)
+
     def levels(self) -> Iterator[tuple[int, Level]]:
-        """(heads, level) of all that is kept, keys first."""
+        """(heads, level) of all that is kept: keys, values, sink tokens of both."""
         for level in self.key_levels:
             yield self.keys[0], level
         for level in self.value_levels:
             yield self.values[0], level
+        for heads, sinks in zip((self.keys[0], self.values[0]), self.sink_levels, strict=False):
+            yield heads, sinks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +163,7 @@ def groups_of(layers: Sequence[LayerShape]) -> tuple[Group, ...]:
             offset = widths.get(lifetime, 0)
             parts.setdefault(lifetime, {})[index, number] = Part(heads=heads, dim=level.rank, offset=offset)
             widths[lifetime] = offset + heads * level.rank
-    ordered = sorted(widths, key=lambda lifetime: lifetime.period is not None)
+    ordered = sorted(widths, key=lambda lifetime: not lifetime.keeps_all)
     return tuple(Group(lifetime=lifetime, parts=parts[lifetime], width=widths[lifetime]) for lifetime in ordered)
 
 

@@ -254,7 +254,7 @@ class PagePool:
 
         Full pages of level 1 are shared, and the others copied.
         """
-        table, is_kept = self.tables[source], self.groups[0].lifetime.period is None
+        table, is_kept = self.tables[source], self.groups[0].lifetime.keeps_all
         shared = table[0][: length // self.slots[0]] if is_kept else []
         copied = [table[0][len(shared) :], *table[1:]]
         if sum(map(len, copied)) > self.num_available:

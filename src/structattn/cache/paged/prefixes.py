@@ -13,7 +13,8 @@ def share_unit(groups: Sequence[Group], slots: int) -> int | None:
     """Tokens in steps of which beginnings can be shared, or ``None`` if they cannot.
 
     Where all deeper blocks end, a request needs the pages of the first group and nothing else. A window keeps
-    the last tokens wherever the request is, so that there is no such position.
+    the last tokens wherever the request is, and sink tokens are always kept, so that there is no such
+    position.
 
     Args:
         groups: of the pool, see ``groups_of``.
@@ -23,7 +24,7 @@ def share_unit(groups: Sequence[Group], slots: int) -> int | None:
         The least common multiple of the blocks, or the smallest multiple of it in which a page fits.
     """
     first, *others = (group.lifetime for group in groups)
-    if first.period is not None or any(lifetime.block is None for lifetime in others):
+    if not first.keeps_all or any(lifetime.block is None for lifetime in others):
         return None
     border = math.lcm(*(lifetime.block or 1 for lifetime in others))
     return border * -(-slots // border)

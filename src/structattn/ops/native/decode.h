@@ -99,18 +99,21 @@ std::vector<Weighed<T>> weighed(const Kept& kept, int64_t position, const T* bef
   std::vector<Weighed<T>> out;
   int64_t dim = 0;
   for (const std::vector<Stored>& levels : kept.keys) {
-    const int64_t low = levels[0].seen(position, kept.chunk);
+    const int64_t sinks = kept.num_sinks, first_seen = levels[0].seen(position, kept.chunk, sinks);
+    const int64_t low = first_seen - sinks;  // the columns are sink tokens, then the positions from the first one seen
     Weighed<T> one{position + 1 - low, {}, {}};
     for (const Stored& level : levels) {
-      add_spans<T>(level, level.seen(position, kept.chunk), position, level.begin(position, kept.chunk), low, dim,
+      if (sinks) add_spans<T>(kept.sinks[0], 0, sinks - 1, 0, 0, dim, *before, one.keys, dim, level.dims);
+      add_spans<T>(level, level.seen(position, kept.chunk, sinks), position, level.begin(position, kept.chunk), low, dim,
                    *before++, one.keys);
       dim += level.dims;
     }
+    if (sinks) add_spans<T>(kept.sinks[1], 0, sinks - 1, 0, 0, 0, T(0), one.values);
     int64_t value_dim = 0;
     for (size_t n = 0; n < kept.values.size(); ++n) {
       const Stored& level = kept.values[n];
       // Hierarchical values have the levels of the keys; others are all that the softmax sees.
-      const int64_t first = n ? level.seen(position, kept.chunk) : low;
+      const int64_t first = n ? level.seen(position, kept.chunk, sinks) : first_seen;
       add_spans<T>(level, first, position, level.begin(position, kept.chunk), low, value_dim, T(0), one.values);
       value_dim += level.dims;
     }

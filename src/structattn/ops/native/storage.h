@@ -27,8 +27,9 @@ struct Stored {
     return block ? position - (position - from) % block : from;
   }
 
-  int64_t seen(int64_t position, int64_t chunk) const {
-    const int64_t from = begin(position, chunk);
+  // The first position that a query sees, sink tokens aside.
+  int64_t seen(int64_t position, int64_t chunk, int64_t sinks) const {
+    const int64_t from = std::max(begin(position, chunk), sinks);
     return window ? std::max(from, position - window + 1) : from;
   }
 
@@ -49,34 +50,37 @@ struct CacheSpan {
   T before;  // what the scores of these columns are multiplied by before this level is added; 0 where nothing was
 };
 
-// The spans of positions first ... last of a level, whose columns begin at `low`.
+// The spans of positions first ... last of a level, whose columns begin at `low`. Its numbers are those of dimensions
+// dim ... of queries, from number `from` on where it holds others as well.
 template <typename T>
 void add_spans(const Stored& level, int64_t first, int64_t last, int64_t begin, int64_t low, int64_t dim, T before,
-               std::vector<CacheSpan<T>>& out) {
+               std::vector<CacheSpan<T>>& out, int64_t from = 0, int64_t dims = -1) {
   for (int64_t position = first; position <= last;) {
     int64_t slot = level.ring ? position % level.ring : position - begin;
     int64_t size = last + 1 - position;
     if (level.ring) size = std::min(size, level.ring - slot);
     const at::Tensor& page = level.page(slot);
     size = std::min(size, page.size(2) - slot);
-    const T* const numbers = page.const_data_ptr<T>() + slot;
-    out.push_back({numbers, page.stride(1), page.stride(0), level.dims, size, position - low, dim, before});
+    const T* const numbers = page.const_data_ptr<T>() + from * page.stride(1) + slot;
+    out.push_back(
+        {numbers, page.stride(1), page.stride(0), dims < 0 ? level.dims : dims, size, position - low, dim, before});
     position += size;
   }
 }
 
 // What a cache keeps, from the numbers that `native_decode.Step` writes.
 struct Kept {
-  int64_t chunk;
+  int64_t chunk, num_sinks;
   std::vector<std::vector<Stored>> keys;  // of each softmax
   std::vector<Stored> values;
+  std::vector<Stored> sinks;  // keys and values of the sink tokens, in all dimensions; none where there are none
 
   Kept(const at::Tensor& plan, const at::TensorList pages) {
-    const int64_t *p = plan.const_data_ptr<int64_t>(), *const end = p + plan.numel(), *counts = p + 3;
+    const int64_t *p = plan.const_data_ptr<int64_t>(), *const end = p + plan.numel(), *counts = p + 4;
     size_t page = 0;
-    chunk = p[1];
-    keys.resize(p[2]);
-    p = counts + p[2];
+    chunk = p[1], num_sinks = p[2];
+    keys.resize(p[3]);
+    p = counts + p[3];
     const auto next = [&] {
       const Stored found{p[0], p[1], p[2], p[3], p[4], pages.data() + page, p[5]};
       page += p[5], p += 6;
@@ -85,6 +89,10 @@ struct Kept {
     for (std::vector<Stored>& levels : keys)
       for (int64_t left = *counts++; left > 0; --left) levels.push_back(next());
     while (p < end) values.push_back(next());
+    if (num_sinks) {
+      sinks.assign(values.end() - 2, values.end());
+      values.resize(values.size() - 2);
+    }
   }
 };
 

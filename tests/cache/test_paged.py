@@ -26,7 +26,7 @@ LAYOUTS = {
     "short window": (LevelLayout((4, 2, 2), (32, 16, 2), value_ranks=(2, 2, 2)), 5),
     "sliding": (LevelLayout.sliding((4, 2, 2), (None, 9, 4), "paper", (2, 2, 2)), None),
     "sliding window": (LevelLayout.sliding((4, 4), (12, 5)), 11),
-    "sink tokens": (LevelLayout((4, 2, 2), (32, 8, 4), value_ranks=(2, 4, 2), sink_tokens=3), None),
+    "sink tokens": (LevelLayout((4, 2, 2), (32, 8, 4), value_ranks=(1, 3, 2), sink_tokens=3), None),
     "window, sink tokens": (LevelLayout.sliding((8,), (5,), sink_tokens=4), None),
     "two softmaxes": (GlobalWindowLayout((4, 4), 6), None),
 }

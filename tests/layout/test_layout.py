@@ -1,5 +1,7 @@
 """Layouts: sharing and costs against brute-force counts."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -121,8 +123,11 @@ def test_scaling_as_factors_is_the_scaling() -> None:
     form=st.sampled_from(["blocks", "segments", "windows"]),
     windows=st.lists(st.integers(1, 26), min_size=3, max_size=3),
     unbounded=st.integers(0, 3),
+    sink_tokens=st.sampled_from([0, 0, 1, 3, 30]),
 )
-def test_visible_pairs_per_level_by_brute_force(cuts, T, S, window, is_causal, form, windows, unbounded) -> None:
+def test_visible_pairs_per_level_by_brute_force(
+    cuts, T, S, window, is_causal, form, windows, unbounded, sink_tokens
+) -> None:
     windows = [None] * unbounded + sorted(windows, reverse=True)[unbounded:]
     if form == "windows":
         layout = sa.LevelLayout.sliding((1, 2, 3), windows)
@@ -131,13 +136,17 @@ def test_visible_pairs_per_level_by_brute_force(cuts, T, S, window, is_causal, f
         layout = sa.LevelLayout.from_boundaries((1, 2, 3), [(0,), second, tuple(sorted({*second, *cuts[1]}))])
     else:
         layout = sa.LevelLayout((1, 2, 3), (12, 6, 3))
+    layout = replace(layout, sink_tokens=sink_tokens)
     counts = [0, 0, 0]
     for i in range(S - T, S):
         for j in range(S):
-            if (is_causal and j > i) or (window is not None and abs(i - j) >= window):
+            is_sink = 0 <= j < sink_tokens
+            if (is_causal and j > i) or (window is not None and abs(i - j) >= window and not is_sink):
                 continue
             shared = layout.shared_levels(i, j)
-            if form == "windows":
+            if is_sink:
+                assert shared == 3
+            elif form == "windows":
                 assert shared == sum(reach is None or abs(i - j) < reach for reach in windows)
             assert layout.shared_rank(i, j) == sum((1, 2, 3)[:shared])
             for level in range(shared):

@@ -96,7 +96,11 @@ TABLE = {
             "num_heads": SIZE,
         },
     ),
-    "AttentionSpec.layout_for": (SPEC.layout_for, {"context_length": 8}, {"context_length": (None, *SIZE)}),
+    "AttentionSpec.layout_for": (
+        SPEC.layout_for,
+        {"context_length": 8, "feature_dim": 4},
+        {"context_length": (None, *SIZE), "feature_dim": SIZE},
+    ),
     "AttentionSpec.with_scaling": (SPEC.with_scaling, {"scaling": "mup"}, {"scaling": (None, *NAME)}),
     "parse_spec": (
         sa.parse_spec,

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.utils.checkpoint
@@ -65,6 +67,10 @@ def check(cluster: Cluster, case: Case) -> None:
 
 CASES = {
     "blocks": Case(layout=BLOCKS, lengths=(16, 16, 16, 16)),
+    "sink tokens": Case(layout=replace(SLIDING, sink_tokens=5), lengths=(3, 9, 20, 11), groups=2),
+    "sink tokens, not causal": Case(
+        layout=sa.LevelLayout.sliding((8,), (6,), sink_tokens=7), lengths=(4, 11, 20), options={"is_causal": False}
+    ),
     "blocks, not causal": Case(layout=BLOCKS, lengths=(11, 0, 20, 6), options={"is_causal": False}),
     "plain": Case(layout=None, lengths=(7, 9), groups=2, value_dim=3),
     "plain, not causal": Case(layout=None, lengths=(7, 9, 1), options={"is_causal": False, "window": 6}),
@@ -157,6 +163,7 @@ def cases(draw) -> Case:
                 starts.append(tuple(sorted({*starts[-1], *draw(st.lists(st.integers(1, T + 3), max_size=4))})))
             boundaries.append(starts)
         layout = sa.LevelLayout.from_boundaries(ranks, boundaries, scaling, value_ranks)
+    layout = replace(layout, sink_tokens=draw(st.sampled_from([0, 0, 0, 2, 9])))
     groups, repeats = draw(st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 2)]))
     options |= {
         "is_causal": draw(st.booleans()),

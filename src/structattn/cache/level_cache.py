@@ -547,7 +547,9 @@ class LevelCache(OneLayerCache):
                 raise CheckpointError(
                     f"levels of text units {plain['text']} need the segments of a text, got {describe(layout)}"
                 )
-            text = TextLayout(layout.ranks, plain["text"], layout.scaling, layout.value_ranks)
+            text = TextLayout(
+                layout.ranks, plain["text"], layout.scaling, layout.value_ranks, layout.sink_tokens
+            )
         cache = cls(text or layout, latent=latent, **{name: plain[name] for name in _SAVED})
         cache._restore(plain, tensors, layout)
         return cache

@@ -166,12 +166,13 @@ class Attention(AttentionLayer, NumberedLayer):
         check_size("context_length", context_length, MAX_LENGTH)
         if value.custom is not None:
             raise ConfigError(f"{value.custom} is a layer of its own, no Attention: give it to a LanguageModel")
+        num_heads = value.num_heads or num_heads
         return cls(
             embed_dim,
-            value.num_heads or num_heads,
+            num_heads,
             value.num_kv_heads or num_kv_heads,
             scoring=value.scoring,
-            layout=value.layout_for(context_length),
+            layout=value.layout_for(context_length, value.scoring.feature_dim(embed_dim, num_heads)),
             window=value.window,
             **options,
         )

@@ -30,6 +30,7 @@ from structattn.layers.scoring import LowRank
 from structattn.layout.global_window import GlobalWindowLayout, Layout
 from structattn.layout.halving import Halving
 from structattn.layout.levels import LevelLayout
+from structattn.layout.sink_window import SinkWindow
 from structattn.layout.text import TextLayout
 from structattn.ops import Backend, structured_attention
 from structattn.ops.backends import NAMED
@@ -46,7 +47,7 @@ class AttentionFunction:
     compiled and exported.
 
     Attributes:
-        layout: ``LevelLayout``, ``GlobalWindowLayout`` or ``None``, plain attention.
+        layout: ``LevelLayout``, ``GlobalWindowLayout``, ``SinkWindow`` or ``None``, plain attention.
         window: as of ``structured_attention``.
         rotary: which dimensions of queries and keys the caller rotates together; ``None`` leaves their order.
         rotary_split: which level gets which rotary pairs.
@@ -54,7 +55,7 @@ class AttentionFunction:
         backend: as of ``structured_attention``.
     """
 
-    layout: Layout | None = None
+    layout: Layout | SinkWindow | None = None
     window: int | None = None
     rotary: Rotation | None = None
     rotary_split: RotarySplit = "low_far"
@@ -63,7 +64,8 @@ class AttentionFunction:
     _runs: Runs = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        check_type("layout", self.layout, Layout | None, "a LevelLayout, a GlobalWindowLayout or None")
+        kinds = Layout | SinkWindow | None
+        check_type("layout", self.layout, kinds, "a LevelLayout, a GlobalWindowLayout, a SinkWindow or None")
         if self.window is not None:
             check_size("window", self.window, MAX_LENGTH)
             if isinstance(self.layout, GlobalWindowLayout):
@@ -73,7 +75,7 @@ class AttentionFunction:
         check_choice("tensor_layout", self.tensor_layout, get_args(TensorLayout))
         check_choice("backend", self.backend, NAMED)
         runs: Runs = ()
-        if self.rotary is not None and self.layout is not None:
+        if self.rotary is not None and isinstance(self.layout, LevelLayout | GlobalWindowLayout):
             runs = runs_of(dimension_order(self.layout.ranks, self.rotary_split, self.rotary))
         object.__setattr__(self, "_runs", runs)
 
@@ -152,7 +154,7 @@ class AttentionFunction:
             q,
             k,
             v,
-            self.layout,
+            self.layout.resolve(q.shape[3]) if isinstance(self.layout, SinkWindow) else self.layout,
             is_causal=is_causal,
             scale=scale,
             window=self.window,
@@ -247,6 +249,7 @@ def attention_function(
                 f"give the window in the spec, 'mlr:4|4+window:{window}', or a layout and window={window}"
             )
         window = spec.window
+        resolved: Layout | SinkWindow | None
         resolved = spec.layout.resolve(_length(context_length)) if isinstance(spec.layout, Halving) else spec.layout
     elif isinstance(layout, tuple | list):
         resolved = LevelLayout.halving(layout, _length(context_length))
@@ -258,7 +261,7 @@ def attention_function(
     return AttentionFunction(
         layout=resolved,
         window=window,
-        rotary=None if rotary is None or resolved is None else rotation_of(rotary, resolved.head_dim),
+        rotary=None if rotary is None or isinstance(resolved, SinkWindow | None) else rotation_of(rotary, resolved.head_dim),
         rotary_split=rotary_split,
         tensor_layout=tensor_layout,
         backend=backend,

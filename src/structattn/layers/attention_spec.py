@@ -15,6 +15,7 @@ from structattn.layers.scoring_modules import ScoreScaling
 from structattn.layout.global_window import GlobalWindowLayout
 from structattn.layout.halving import Halving
 from structattn.layout.levels import LevelLayout
+from structattn.layout.sink_window import SinkWindow
 from structattn.layout.text import TextLayout
 
 AnyScoring = LowRank | BTT | MLR | Matrix
@@ -35,7 +36,7 @@ class AttentionSpec:
     """
 
     scoring: AnyScoring = field(default_factory=LowRank)
-    layout: LevelLayout | GlobalWindowLayout | Halving | TextLayout | None = None
+    layout: LevelLayout | GlobalWindowLayout | Halving | SinkWindow | TextLayout | None = None
     window: int | None = None
     num_heads: int | None = None
     num_kv_heads: int | None = None
@@ -49,18 +50,30 @@ class AttentionSpec:
         check_type(
             "scoring", self.scoring, AnyScoring, "a scoring.LowRank, BTT, MLR or Matrix", "parse_spec reads text"
         )
-        layouts = LevelLayout | GlobalWindowLayout | Halving | TextLayout | None
+        layouts = LevelLayout | GlobalWindowLayout | Halving | SinkWindow | TextLayout | None
         check_type("layout", self.layout, layouts, "a layout or None", "parse_spec reads text")
         if self.window is not None:
             check_size("window", self.window, MAX_LENGTH)
             if isinstance(self.layout, GlobalWindowLayout):
                 raise ConfigError("a global-window layout has its own window: leave window at None")
+            if isinstance(self.layout, SinkWindow):
+                raise ConfigError("a window with sink tokens is the layout: leave window at None")
         for name in ("num_heads", "num_kv_heads"):
             if (heads := getattr(self, name)) is not None:
                 check_size(name, heads)
 
-    def layout_for(self, context_length: int) -> LevelLayout | GlobalWindowLayout | TextLayout | None:
-        """The layout for a model of that context length (in positions)."""
+    def layout_for(
+        self, context_length: int, feature_dim: int | None = None
+    ) -> LevelLayout | GlobalWindowLayout | TextLayout | None:
+        """The layout for a model of that context length (in positions), whose queries have that dimension,
+        which only a window with sink tokens needs.
+        """
+        if feature_dim is not None:
+            check_size("feature_dim", feature_dim)
+        if isinstance(self.layout, SinkWindow):
+            if feature_dim is None:
+                raise ConfigError("a window with sink tokens is a layout of heads of one size: give feature_dim")
+            return self.layout.resolve(feature_dim)
         return self.layout.resolve(context_length) if isinstance(self.layout, Halving) else self.layout
 
     def with_scaling(self, scaling: ScoreScaling) -> AttentionSpec:

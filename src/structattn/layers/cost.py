@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from structattn.cache.levels import softmaxes_of, value_levels, widest
+from structattn.cache.levels import sink_level, softmaxes_of, value_levels, widest
 from structattn.checks import check_size
 from structattn.layers.scoring_modules import ScoringModule
 from structattn.layout.cost import visible_pairs, visible_pairs_per_level
@@ -72,11 +72,17 @@ def cached_numbers(
     shape, order = scoring.shape, scoring.cached_order
     softmaxes = softmaxes_of(layout, window, scoring.matrix.pair_dim(order))
     features = sum(level.rank * level.most_slots(length) for softmax in softmaxes for level in softmax.levels)
-    values = value_levels(softmaxes, layout, shape.embed_dim // shape.num_heads)
+    head_dim = shape.embed_dim // shape.num_heads
+    values = sum(level.rank * level.most_slots(length) for level in value_levels(softmaxes, layout, head_dim))
+    slots = widest(softmaxes).most_slots(length)
+    if (sinks := sink_level(layout, scoring.matrix.pair_dim(order))) is not None:
+        features += sinks.rank * sinks.most_slots(length)
+        values += head_dim * sinks.most_slots(length)
+        slots += sinks.most_slots(length)
     return CachedNumbers(
         features=scoring.num_key_heads(order) * features,
-        hidden=(shape.embed_dim + num_rstd) * widest(softmaxes).most_slots(length),
-        values=shape.num_kv_heads * sum(level.rank * level.most_slots(length) for level in values),
+        hidden=(shape.embed_dim + num_rstd) * slots,
+        values=shape.num_kv_heads * values,
     )
 
 

@@ -16,12 +16,13 @@ class Halving:
 
     Args:
         ranks: dimensions per level, level 1 first.
-        scaling, value_ranks: as ``LevelLayout``.
+        scaling, value_ranks, sink_tokens: as ``LevelLayout``.
     """
 
     ranks: tuple[int, ...]
     scaling: Scaling = "variance"
     value_ranks: tuple[int, ...] | None = None
+    sink_tokens: int = 0
 
     if TYPE_CHECKING:  # lists are accepted, and kept as tuples
 
@@ -30,6 +31,7 @@ class Halving:
             ranks: Sequence[int],
             scaling: Scaling = "variance",
             value_ranks: Sequence[int] | None = None,
+            sink_tokens: int = 0,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -39,4 +41,6 @@ class Halving:
 
     def resolve(self, context_length: int) -> LevelLayout:
         """``LevelLayout.halving`` for that context length."""
-        return LevelLayout.halving(self.ranks, context_length, self.scaling, self.value_ranks)
+        return LevelLayout.halving(
+            self.ranks, context_length, self.scaling, self.value_ranks, sink_tokens=self.sink_tokens
+        )

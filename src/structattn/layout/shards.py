@@ -5,7 +5,7 @@ A shard is neighboring tokens of a sequence, or of several packed ones; a proces
 (``Order``). The positions that share a level with a query are one interval around it, and the queries of a
 shard are neighbors: of the keys before a shard its first query sees every one that any of its queries sees,
 in as many levels, and of the keys after it its last query does. So what must arrive is, at each level, one
-interval that touches the shard.
+interval that touches the shard, and the sink tokens.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ class Sharing(Protocol):
     def ranks(self) -> tuple[int, ...]: ...
     @property
     def value_ranks(self) -> tuple[int, ...] | None: ...
+    @property
+    def sink_tokens(self) -> int: ...
     def shared_interval(
         self, level: int, position: int, num_positions: int, window: int | None = None, row: int = 0
     ) -> tuple[int, int]: ...
@@ -152,24 +154,42 @@ class Shards:
 
         levels = range(1, self.layout.num_levels + 1)
         if is_before:
-            edges = [min(low, shared(level, low)[0]) for level in levels]
+            sinks = 0, min(self.layout.sink_tokens, low)
+            edges = [max(sinks[1], min(low, shared(level, low)[0])) for level in levels]
             spans = list(zip(levels, pairwise([*edges, low]), strict=True))
         else:
-            edges = [max(high, shared(level, high - 1)[1]) for level in levels]
-            spans = list(zip(reversed(levels), pairwise([high, *reversed(edges)]), strict=True))
+            sinks = high, max(high, min(self.layout.sink_tokens, end - begin))
+            edges = [max(sinks[1], shared(level, high - 1)[1]) for level in levels]
+            spans = list(zip(reversed(levels), pairwise([sinks[1], *reversed(edges)]), strict=True))
+        if sinks[0] < sinks[1]:
+            yield self._span(shard, sequence, batch, row, levels[-1], sinks, (low, high))
         for level, (first, last) in spans:
             if first < last:
                 seen = max(low, shared(1, first)[0]), min(high, shared(1, last - 1)[1])
-                offset = begin - self.offsets[shard]
-                yield KeySpan(
-                    batch=batch,
-                    row=row,
-                    level=level,
-                    queries=(seen[0] + offset, seen[1] + offset),
-                    first_query=seen[0],
-                    first_key=first,
-                    tokens=(begin + first, begin + last),
-                )
+                yield self._span(shard, sequence, batch, row, level, (first, last), seen)
+
+    def _span(
+        self,
+        shard: int,
+        sequence: int,
+        batch: tuple[int, int],
+        row: int,
+        level: int,
+        keys: tuple[int, int],
+        queries: tuple[int, int],
+    ) -> KeySpan:
+        """Keys of a packed sequence that some queries of a shard see, both by their positions in it."""
+        begin = self.seqlens[sequence]
+        offset = begin - self.offsets[shard]
+        return KeySpan(
+            batch=batch,
+            row=row,
+            level=level,
+            queries=(queries[0] + offset, queries[1] + offset),
+            first_query=queries[0],
+            first_key=keys[0],
+            tokens=(begin + keys[0], begin + keys[1]),
+        )
 
     def owners(self, span: KeySpan) -> Iterator[tuple[int, int, int]]:
         """The shards that have the keys of a span: each, its first key in the shard, and the one after its

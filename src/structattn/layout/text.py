@@ -52,7 +52,7 @@ class TextLayout:
         ranks: dimensions per level, level 1 first; two to four.
         units: of the levels from 2 on, ``"paragraph"``, ``"line"`` or ``"word"``, from the largest to the
             smallest. Default: the largest ones, ``paragraph``, then ``line``, then ``word``.
-        scaling, value_ranks: as ``LevelLayout``.
+        scaling, value_ranks, sink_tokens: as ``LevelLayout``.
 
     Raises:
         ConfigError: not one unit per deeper level, units that are unknown or not in that order, or as
@@ -63,6 +63,7 @@ class TextLayout:
     units: tuple[Unit, ...] = ()
     scaling: Scaling = "variance"
     value_ranks: tuple[int, ...] | None = None
+    sink_tokens: int = 0
 
     if TYPE_CHECKING:  # lists are accepted, and kept as tuples
 
@@ -72,6 +73,7 @@ class TextLayout:
             units: Sequence[Unit] = (),
             scaling: Scaling = "variance",
             value_ranks: Sequence[int] | None = None,
+            sink_tokens: int = 0,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -108,7 +110,12 @@ class TextLayout:
     @property
     def bound(self) -> LevelLayout:
         """The layout of a text with one segment per level, whose costs no other text exceeds."""
-        return LevelLayout.from_boundaries(self.ranks, ((0,),) * len(self.ranks), self.scaling, self.value_ranks)
+        return self._with(((0,),) * len(self.ranks))
+
+    def _with(self, boundaries: Sequence[object]) -> LevelLayout:
+        return LevelLayout.from_boundaries(
+            self.ranks, boundaries, self.scaling, self.value_ranks, sink_tokens=self.sink_tokens
+        )
 
     def at(self, segments: Segments) -> LevelLayout:
         """The layout of a batch whose segments are known; of the units there, those of the layout are
@@ -123,14 +130,14 @@ class TextLayout:
         boundaries = [((0,), *(row[unit] for unit in own)) for row in segments.rows]
         if not boundaries:  # an empty batch
             return self.bound
-        return LevelLayout.from_boundaries(self.ranks, boundaries, self.scaling, self.value_ranks)
+        return self._with(boundaries)
 
     def fits(self, layout: object) -> bool:
         """Whether a layout has these levels, with any segments."""
         return (
             isinstance(layout, LevelLayout)
             and layout.boundaries is not None
-            and (layout.ranks, layout.scaling, layout.value_ranks) == (self.ranks, self.scaling, self.value_ranks)
+            and layout == self._with(layout.boundaries)
         )
 
 

@@ -97,7 +97,7 @@ def positions(
     return Positions(queries=queries, keys=keys, query_rows=rows, key_rows=rows, same=None)
 
 
-def visible(position: Positions, is_causal: bool, window: int | None, layout: LevelLayout) -> Tensor | None:
+def visible(position: Positions, is_causal: bool, window: int | None, sink_tokens: int = 0) -> Tensor | None:
     """The bool mask (1 or B, T, S) of the pairs that may attend; ``None`` when every pair may. A window hides
     no sink tokens.
     """
@@ -108,7 +108,8 @@ def visible(position: Positions, is_causal: bool, window: int | None, layout: Le
     if is_causal:
         mask = mask & (distance >= 0)
     if window is not None:
-        mask = mask & ((distance.abs() < window) | layout.is_sink(position.keys)[:, None, :])
+        is_sink = (position.keys >= 0) & (position.keys < sink_tokens)
+        mask = mask & ((distance.abs() < window) | is_sink[:, None, :])
     return mask
 
 
@@ -221,7 +222,7 @@ def _dense(
     their size.
     """
     num_shared = position.shared_levels(call.layout)[:, None]
-    mask = visible(position, call.is_causal, call.window, call.layout)
+    mask = visible(position, call.is_causal, call.window, call.layout.sink_tokens)
     if mask is not None:
         # What is in no visible pair may be NaN, and 0 times NaN is NaN.
         unused_query, unused_key = (~mask.any(dim)[:, None, :, None] for dim in (2, 1))

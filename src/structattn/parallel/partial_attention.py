@@ -61,6 +61,9 @@ def attention_in_shard(plan: ExchangePlan, shard: int, call: Call) -> PartialAtt
     shards, layout = plan.shards, plan.layout
     offset = shards.offsets[shard]
     inside = list(shards.sequences(shard))
+    if all(start - shards.seqlens[n] >= layout.sink_tokens for n, start, _ in inside):
+        layout = replace(layout, sink_tokens=0)
+        call = replace(call, layout=layout)
     if all(_is_unmoved(layout, start - shards.seqlens[n], stop - start) for n, start, stop in inside):
         if len(shards.seqlens) == 2:
             return PartialAttention(call, None)
@@ -79,7 +82,7 @@ def _is_unmoved(layout: LevelLayout, position: int, length: int) -> bool:
     """Whether positions from this one on share the levels that they would share, were they counted from 0."""
     if position == 0 and layout.num_rows is None:
         return True
-    if layout.boundaries is not None:
+    if layout.boundaries is not None or layout.sink_tokens:
         return False
     inside = range(2, layout.num_levels + 1) if layout.windows is None else ()
     return all(

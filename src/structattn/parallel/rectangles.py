@@ -48,6 +48,8 @@ def rectangles_of(
         divides_bands: whether a span that is no uniform rectangle is divided; else it is one rectangle.
     """
     queries, keys = span.queries[1] - span.queries[0], span.tokens[1] - span.tokens[0]
+    if span.first_key < layout.sink_tokens:
+        return (Rectangle((0, queries), (0, keys), span.level, True),)
     reaches = [window] * span.level
     if layout.windows is not None:
         reaches = [shorter(reach, window) for reach in layout.windows[: span.level]]

@@ -1,7 +1,8 @@
 """The one-line text form of an attention variant: scoring + layout, to and from objects.
 
     standard   standard:1   bilinear-btt:2   bilinear-mlr:16|8|4|4   bilinear-monarch   mlr:32|16|8|8
-    mlr:32|32@512|64   mlr-text:32|16|16   sliding:32|32@-|128   window:512   global-window:32|32@512
+    mlr:32|32@512|64   mlr-text:32|16|16   sliding:32|32@-|128   window:512   window:252,sink_tokens=4
+    global-window:32|32@512
     bilinear-btt:1+mlr:32|16|8|8+window:256
 
 Options follow after commas: ``mlr:32|16|8|8,scaling=paper``, ``bilinear-btt:1,rms_cap=true``.
@@ -39,6 +40,7 @@ from structattn.layout.global_window import GlobalWindowLayout
 from structattn.layout.halving import Halving
 from structattn.layout.levels import LevelLayout
 from structattn.layout.scaling import SCALINGS
+from structattn.layout.sink_window import SinkWindow
 from structattn.layout.text import UNITS, TextLayout
 from structattn.matrices import FAMILIES, Structure
 
@@ -46,7 +48,7 @@ __all__ = ["FORMS", "AttentionSpec", "Halving", "describe_spec", "format_spec", 
 
 logger = logging.getLogger(__name__)
 _SCORING = {"scaling": one_of("scaling", get_args(ScoreScaling)), "rms_cap": flag}
-_LAYOUT = {"scaling": one_of("scaling", SCALINGS), "values": several(positive)}
+_LAYOUT = {"scaling": one_of("scaling", SCALINGS), "values": several(positive), "sink_tokens": positive}
 _TEXT = "text such as 'standard' or 'mlr:32|16|8|8'"
 _ALL_FORMS = "structattn specs lists every form; + joins terms"
 
@@ -84,18 +86,29 @@ def _standard(num_heads: int | None = None, kv_heads: int | None = None, **optio
     return {"scoring": LowRank(**options)} | {name: count for name, count in heads.items() if count is not None}
 
 
-def _mlr(ranks: Any, blocks: Any, scaling: Any = "variance", values: Any = None) -> dict[str, Any]:
-    return {
-        "layout": Halving(ranks, scaling, values) if blocks is None else LevelLayout(ranks, blocks, scaling, values)
-    }
+def _layout_options(scaling: Any = "variance", values: Any = None, sink_tokens: int = 0) -> dict[str, Any]:
+    return {"scaling": scaling, "value_ranks": values, "sink_tokens": sink_tokens}
 
 
-def _mlr_text(ranks: Any, units: Any, scaling: Any = "variance", values: Any = None) -> dict[str, Any]:
-    return {"layout": TextLayout(ranks, units, scaling, values)}
+def _mlr(ranks: Any, blocks: Any, **options: Any) -> dict[str, Any]:
+    options = _layout_options(**options)
+    return {"layout": Halving(ranks, **options) if blocks is None else LevelLayout(ranks, blocks, **options)}
 
 
-def _sliding(ranks: Any, windows: Any, scaling: Any = "variance", values: Any = None) -> dict[str, Any]:
-    return {"layout": LevelLayout.sliding(ranks, windows, scaling, values)}
+def _mlr_text(ranks: Any, units: Any, **options: Any) -> dict[str, Any]:
+    return {"layout": TextLayout(ranks, units, **_layout_options(**options))}
+
+
+def _sliding(ranks: Any, windows: Any, **options: Any) -> dict[str, Any]:
+    return {"layout": LevelLayout.sliding(ranks, windows, **_layout_options(**options))}
+
+
+def _window(window: int, sink_tokens: int | None = None, scaling: Any = None) -> dict[str, Any]:
+    if sink_tokens is not None:
+        return {"layout": SinkWindow(window, sink_tokens, scaling or "variance")}
+    if scaling is not None:
+        raise ConfigError("a window without sink tokens scales no scores: scaling is an option of the scoring")
+    return {"window": window}
 
 
 def _bilinear(name: str) -> Form:
@@ -154,10 +167,10 @@ FORMS: dict[str, Form] = {
     ),
     **{f"bilinear-{name}": _bilinear(name) for name in FAMILIES if name not in _OWN_SCORING},
     "mlr": Form(
-        "mlr:R|R|...[@B|B|...][,values=V|V|...]", "mlr:32|16|8|8", _MLR, value=_blocks, options=_LAYOUT, make=_mlr
+        "mlr:R|R|...[@B|B|...][,values=V|V|...][,sink_tokens=N]", "mlr:32|16|8|8", _MLR, value=_blocks, options=_LAYOUT, make=_mlr
     ),
     "mlr-text": Form(
-        "mlr-text:R|R|...[@UNIT|...][,values=V|V|...]",
+        "mlr-text:R|R|...[@UNIT|...][,values=V|V|...][,sink_tokens=N]",
         "mlr-text:32|16|16",
         _MLR_TEXT,
         value=_units,
@@ -165,14 +178,21 @@ FORMS: dict[str, Form] = {
         make=_mlr_text,
     ),
     "sliding": Form(
-        "sliding:R|R|...@W|W|...[,values=V|V|...]",
+        "sliding:R|R|...@W|W|...[,values=V|V|...][,sink_tokens=N]",
         "sliding:32|16|8|8@-|256|128|64",
         _SLIDING,
         value=_windows,
         options=_LAYOUT,
         make=_sliding,
     ),
-    "window": Form("window:W", "window:512", "each query sees the last W positions", value=named("window", positive)),
+    "window": Form(
+        "window:W[,sink_tokens=N]",
+        "window:512",
+        "each query sees the last W positions; with sink_tokens the first N as well",
+        value=named("window", positive),
+        options={"sink_tokens": positive, "scaling": one_of("scaling", SCALINGS)},
+        make=_window,
+    ),
     "global-window": Form(
         "global-window:R|R@W",
         "global-window:32|32@512",
@@ -302,7 +322,8 @@ def parse_spec(text: str) -> AttentionSpec:
             if "scoring" in twice:
                 raise ConfigError("two terms give the scoring, and standard is one: keep one of them")
             if twice:
-                raise ConfigError(f"two terms give the {sorted(twice)[0]}")
+                hint = "; sink_tokens is an option of the first one, before the window" if "layout" in twice else ""
+                raise ConfigError(f"two terms give the {sorted(twice)[0]}{hint}")
         fields.update(term_fields)
     with reading("attention spec", text, _ALL_FORMS):
         return AttentionSpec(**fields)
@@ -368,9 +389,12 @@ def _layout_terms(spec: AttentionSpec) -> list[str]:
     if layout is None:
         return []
     scaling = None if layout.scaling == "variance" else layout.scaling
+    if isinstance(layout, SinkWindow):
+        return [write_term("window", layout.window, sink_tokens=layout.sink_tokens, scaling=scaling)]
     ranks = word(layout.ranks)
     if isinstance(layout, GlobalWindowLayout):
         return [write_term("global-window", f"{ranks}@{layout.window}", scaling=scaling)]
+    sink_tokens = layout.sink_tokens or None
     name, at = "mlr", ""
     if isinstance(layout, LevelLayout):
         if layout.boundaries is not None:
@@ -381,7 +405,7 @@ def _layout_terms(spec: AttentionSpec) -> list[str]:
     elif isinstance(layout, TextLayout):
         name = "mlr-text"
         at = "" if layout.has_default_units else f"@{word(layout.units)}"
-    return [write_term(name, ranks + at, scaling=scaling, values=layout.value_ranks)]
+    return [write_term(name, ranks + at, scaling=scaling, values=layout.value_ranks, sink_tokens=sink_tokens)]
 
 
 def format_spec(spec: AttentionSpec) -> str:

@@ -210,8 +210,11 @@ def attention_scores(attention: Attention, x: Tensor) -> Tensor:
     q, k, _, scale = attention.project(x)
     k = k.expand(-1, q.shape[1], -1, -1) if k.shape[1] == 1 else k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     place = reference.positions(x.shape[1], x.shape[1], None, None, x.shape[0], x.device)
-    mask = reference.visible(place, attention.is_causal, attention.window)
     layout = attention.layout
+    window, sink_tokens = attention.window, 0
+    if isinstance(layout, LevelLayout):
+        window, sink_tokens = layout.window_of(1, window), layout.sink_tokens
+    mask = reference.visible(place, attention.is_causal, window, sink_tokens)
     if isinstance(layout, GlobalWindowLayout):
         parts = zip(q.split(layout.ranks, dim=-1), k.split(layout.ranks, dim=-1), layout.scales, strict=True)
         score = torch.cat([(a @ b.transpose(-2, -1)) * part_scale for a, b, part_scale in parts], dim=1)

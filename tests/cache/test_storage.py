@@ -10,7 +10,7 @@ import torch
 
 import structattn as sa
 from structattn.cache import native_decode
-from structattn.cache.storage import FullPage, Page, Storage
+from structattn.cache.storage import FullPage, Page, LevelStore
 
 
 class NegatedPage(Page):
@@ -92,7 +92,7 @@ def test_another_format_gives_the_same_numbers(case, monkeypatch, tmp_path) -> N
     def both(step):
         expected = step(plain)
         with monkeypatch.context() as patch:
-            patch.setattr(Storage, "page_type", NegatedPage)
+            patch.setattr(LevelStore, "page_type", NegatedPage)
             found = step(negated)
         if expected is not None:
             assert torch.equal(found, expected)
@@ -118,7 +118,7 @@ def test_another_format_gives_the_same_numbers(case, monkeypatch, tmp_path) -> N
     for name, numbers in plain.state()[1].items():
         assert torch.equal(negated.state()[1][name], numbers)
     with monkeypatch.context() as patch:
-        patch.setattr(Storage, "page_type", NegatedPage)
+        patch.setattr(LevelStore, "page_type", NegatedPage)
         negated = sa.LevelCache.load(tmp_path / "plain")
     plain = sa.LevelCache.load(tmp_path / "plain")
     attend(1)
@@ -129,7 +129,7 @@ def test_another_format_gives_the_same_numbers(case, monkeypatch, tmp_path) -> N
 def test_a_storage_is_read_through_views() -> None:
     numbers = torch.randn(2, 3, 4, 10)
     page = FullPage(numbers)
-    storage = Storage.of_page(page, ring=None, longest=None)
+    storage = LevelStore.of_page(page, ring=None, longest=None)
     assert page.buffers[0] is numbers
     assert storage.read(slice(1, 2), 2, 5, 0).data_ptr() == numbers[1, 0, 0, 2:].data_ptr()
     assert page.numbers(3, 4, torch.float32).data_ptr() == numbers[..., 3:].data_ptr()

@@ -16,7 +16,7 @@ from structattn.cache.decode import KeyValueView
 from structattn.cache.latent import Latent
 from structattn.cache.levels import Level, SinkLevel, Softmax, sink_level, softmaxes_of, value_levels, widest
 from structattn.cache.native_decode import Step
-from structattn.cache.storage import TEXT_PAGE_SIZE, Page, Storage
+from structattn.cache.storage import TEXT_PAGE_SIZE, Page, LevelStore
 from structattn.checks import MAX_LENGTH, check_choice, check_size, check_sizes, describe
 from structattn.errors import CacheError, CheckpointError, ConfigError, ShapeError
 from structattn.layout.global_window import Layout
@@ -80,7 +80,7 @@ class _Mark:
 
     length: int
     layout: Layout | None
-    pages: list[tuple[Storage, int]] = field(default_factory=list)
+    pages: list[tuple[LevelStore, int]] = field(default_factory=list)
     overwritten: list[Callable[[], object]] = field(default_factory=list)
 
     def put_back(self) -> None:
@@ -147,16 +147,16 @@ class Contents:
         if latent is not None:
             dims = [shape.keys[1], latent.num_rstd]
 
-        def store(dim: int, level: Level) -> Storage:
+        def store(dim: int, level: Level) -> LevelStore:
             reserve, size = 0 if max_length is None else level.most_slots(max_length), page_size
             if text is not None and level.number > 1 and level.ring is None:
                 reserve, size = 0, min(page_size, TEXT_PAGE_SIZE, max_length or page_size)
-            return Storage(dim, ring=level.ring, longest=level.longest, page_size=size, reserve=reserve)
+            return LevelStore(dim, ring=level.ring, longest=level.longest, page_size=size, reserve=reserve)
 
         self.keys = [store(dim, level) for dim, level in zip(dims, self.key_levels, strict=False)]
         self.values = [store(level.rank, level) for level in self.value_levels]
-        self.sink_keys: list[Storage] = []  # of the sink tokens, in all dimensions; with a latent as of the keys
-        self.sink_values: list[Storage] = []
+        self.sink_keys: list[LevelStore] = []  # of the sink tokens, in all dimensions; with a latent as of the keys
+        self.sink_values: list[LevelStore] = []
         if self.sinks is not None:
             of_keys = [shape.keys[1]] if latent is None else dims
             self.sink_keys = [store(dim, self.sinks) for dim in of_keys]
@@ -193,7 +193,7 @@ class Contents:
         """Makes keys by this from now on: the same sizes, of another module."""
         self.latent = latent
 
-    def stores(self) -> Iterator[tuple[Storage, Level]]:
+    def stores(self) -> Iterator[tuple[LevelStore, Level]]:
         """All stores with their levels: keys, values, then the sink tokens of keys and values."""
         yield from zip(self.keys, self.key_levels, strict=True)
         yield from zip(self.values, self.value_levels, strict=True)
@@ -309,7 +309,7 @@ class Contents:
                 f"level {level.number} needs the positions from {needed} on, and keeps those from {first} on"
             )
 
-    def _check_held(self, name: str, store: Storage, level: Level, slots: int, oldest: int, row: int, pad: int) -> None:
+    def _check_held(self, name: str, store: LevelStore, level: Level, slots: int, oldest: int, row: int, pad: int) -> None:
         """Raises ``CheckpointError`` unless a tensor has a slot for each position from ``oldest`` on."""
         last = self.length - 1 - pad
         if last < 0:
@@ -322,7 +322,7 @@ class Contents:
         if slots < needed:
             raise CheckpointError(f"tensor {name} has {slots} slots, and {self.length} tokens need {needed}")
 
-    def _oldest(self, store: Storage, level: Level, row: int, pad: int) -> int:
+    def _oldest(self, store: LevelStore, level: Level, row: int, pad: int) -> int:
         """The first position of a row from which on all are held: of the current block, or of the last round
         of a ring.
         """
@@ -331,7 +331,7 @@ class Contents:
             return store.lost[row]
         return max(store.lost[row], level.start(last, row) if store.ring is None else last - store.ring + 1)
 
-    def _grow(self, store: Storage, slots: int, like: Tensor) -> None:
+    def _grow(self, store: LevelStore, slots: int, like: Tensor) -> None:
         """Takes pages for a store until there are ``slots``, which ``undo`` gives back."""
         if slots > store.capacity:
             self._step = None
@@ -424,7 +424,7 @@ class Contents:
                     self._mark.overwritten.extend(store.kept(batch, lost, stop, start))
                 store.write(x[batch, :, low - first : end - first], batch, low, start)
 
-    def _writes_over(self, store: Storage, position: int, slot: int) -> bool:
+    def _writes_over(self, store: LevelStore, position: int, slot: int) -> bool:
         """Whether a slot may hold a position that was wanted at the mark: of the block before, or of the
         round before in a ring.
         """
@@ -705,7 +705,7 @@ class Contents:
         """As ``dense_keys``, of the values."""
         return self._dense(v, self.values, self.value_levels, self.sink_values)
 
-    def _dense(self, new: Tensor, stores: list[Storage], levels: tuple[Level, ...], sinks: list[Storage]) -> Tensor:
+    def _dense(self, new: Tensor, stores: list[LevelStore], levels: tuple[Level, ...], sinks: list[LevelStore]) -> Tensor:
         count, dim = self.length, 0
         past = new.new_zeros((new.shape[0], new.shape[1], count, new.shape[3]))
         for store, level in zip(stores, levels, strict=False):

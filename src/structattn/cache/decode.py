@@ -13,7 +13,7 @@ from torch import Tensor
 
 from structattn.cache.latent import Latent
 from structattn.cache.levels import Level, Softmax
-from structattn.cache.storage import Storage
+from structattn.cache.storage import LevelStore
 from structattn.ops.terms import ScoreTerms
 
 
@@ -34,10 +34,10 @@ class KeyValueView:
     """
 
     softmaxes: tuple[Softmax, ...]
-    keys: list[Storage]
-    values: list[tuple[Storage, Level]]
-    sink_keys: list[Storage]
-    sink_values: list[Storage]
+    keys: list[LevelStore]
+    values: list[tuple[LevelStore, Level]]
+    sink_keys: list[LevelStore]
+    sink_values: list[LevelStore]
     latent: Latent | None
     positions: list[tuple[int, int]]
     factors_by_scale: dict[tuple[object, ...], Tensor]
@@ -111,7 +111,7 @@ class Columns:
         return [level.first_needed(at, row) - at + self.count - 1 for row, at in self.positions]
 
     def spans(
-        self, stores: Sequence[Storage], level: Level, shared: int | None = None
+        self, stores: Sequence[LevelStore], level: Level, shared: int | None = None
     ) -> Iterator[tuple[list[Tensor], _Slice | _Scattered]]:
         """The pages of stores of one level, (B, G, d, n) of each, and the columns of their positions.
 
@@ -235,7 +235,7 @@ def grouped(x: Tensor, groups: int) -> Tensor:
     return x.unflatten(1, (groups, -1)).flatten(2, 3)
 
 
-def sink_tokens(store: Storage, count: int) -> Tensor:
+def sink_tokens(store: LevelStore, count: int) -> Tensor:
     """The first numbers of a store of sink tokens, (B, G, d, count)."""
     return store.read(slice(None), 0, count, 0)
 
@@ -247,8 +247,8 @@ def _per_dim(softmax: Softmax, per_level: Sequence[float]) -> list[float]:
 def _feature_scores(
     q: Tensor,
     softmax: Softmax,
-    stores: Sequence[Storage],
-    sinks: Sequence[Storage],
+    stores: Sequence[LevelStore],
+    sinks: Sequence[LevelStore],
     columns: Columns,
     factors: tuple[Sequence[float], Sequence[float]],
 ) -> Tensor:
@@ -276,8 +276,8 @@ def _feature_scores(
 def _latent_scores(
     q: Tensor,
     softmax: Softmax,
-    stores: Sequence[Storage],
-    sinks: Sequence[Storage],
+    stores: Sequence[LevelStore],
+    sinks: Sequence[LevelStore],
     latent: Latent,
     columns: Columns,
     factors: tuple[Sequence[float], Sequence[float]],
@@ -309,7 +309,7 @@ def _latent_scores(
 
 
 def _weights(
-    q: Tensor, view: KeyValueView, softmax: Softmax, stores: Sequence[Storage], options: ScoreTerms
+    q: Tensor, view: KeyValueView, softmax: Softmax, stores: Sequence[LevelStore], options: ScoreTerms
 ) -> tuple[Tensor, Columns]:
     """The weights (B, H, T, N) of one softmax."""
     if softmax.levels not in view.columns:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from structattn.cache.levels import Level, Softmax
-from structattn.cache.storage import Storage
+from structattn.cache.storage import LevelStore
 from structattn.layout.scaling import Scaling, score_factors
 from structattn.ops.checks import is_eager, is_plain, is_quiet
 from structattn.ops.native import library
@@ -69,10 +69,10 @@ class Step:
         self,
         softmaxes: Sequence[Softmax],
         chunk_size: int | None,
-        keys: Sequence[tuple[Storage, Level]],
-        values: Sequence[tuple[Storage, Level]],
+        keys: Sequence[tuple[LevelStore, Level]],
+        values: Sequence[tuple[LevelStore, Level]],
         *,
-        sinks: Sequence[Storage] = (),
+        sinks: Sequence[LevelStore] = (),
         row: int,
         pad: int,
         length: int,

@@ -11,7 +11,7 @@ from torch import Tensor
 from structattn.cache.levels import Level
 from structattn.cache.paged.geometry import Group, LayerShape, Part, groups_of, page_numbers
 from structattn.cache.paged.prefixes import PrefixIndex, share_unit
-from structattn.cache.storage import FullPage, Storage
+from structattn.cache.storage import FullPage, LevelStore
 from structattn.checks import check_size
 from structattn.errors import ConfigError
 
@@ -43,7 +43,7 @@ class LevelPages:
         """The numbers in slots, (heads, n, dim), a copy; see ``put``."""
         return self._view[pages, self._each_head, slots]
 
-    def gathered(self, pages: Tensor, level: Level) -> Storage:
+    def gathered(self, pages: Tensor, level: Level) -> LevelStore:
         """The slots of pages (B, n) as those of one page, in a copy that lasts until this level is read
         again.
         """
@@ -54,7 +54,7 @@ class LevelPages:
         runs = self.scratch[:size].view(len(where), -1)
         torch.index_select(self._runs, 0, where, out=runs)
         numbers = runs.view(len(pages), self._view.shape[1], -1, self._view.shape[3]).transpose(2, 3)
-        return Storage.of_page(FullPage(numbers), ring=level.ring, longest=level.longest)
+        return LevelStore.of_page(FullPage(numbers), ring=level.ring, longest=level.longest)
 
 
 class PagePool:

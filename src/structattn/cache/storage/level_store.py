@@ -36,7 +36,7 @@ class PageSpan(NamedTuple):
     slot: int
 
 
-class Storage:
+class LevelStore:
     """One level's numbers for the last positions: those of one block, or the last ``ring``.
 
     A position x of a block that starts at s is in slot x - s; in a ring, in slot x mod ``ring``. So the next

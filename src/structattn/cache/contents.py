@@ -14,9 +14,18 @@ from structattn.cache import native_decode
 from structattn.cache.attend import over_dense, over_view
 from structattn.cache.decode import KeyValueView
 from structattn.cache.latent import Latent
-from structattn.cache.levels import Level, SinkLevel, Softmax, sink_level, softmaxes_of, value_levels, widest
+from structattn.cache.levels import (
+    Level,
+    RecentLevel,
+    SinkLevel,
+    Softmax,
+    sink_level,
+    softmaxes_of,
+    value_levels,
+    widest,
+)
 from structattn.cache.native_decode import Step
-from structattn.cache.storage import TEXT_PAGE_SIZE, Page, LevelStore
+from structattn.cache.storage import TEXT_PAGE_SIZE, GroupStore, LevelStore, Page, Storage
 from structattn.checks import MAX_LENGTH, check_choice, check_size, check_sizes, describe
 from structattn.errors import CacheError, CheckpointError, ConfigError, ShapeError
 from structattn.layout.global_window import Layout
@@ -76,12 +85,14 @@ class _Mark:
         pages: stores that have taken pages since, with the number of those that they had.
         overwritten: functions that write back numbers that are still wanted and were written over. Within a
             block tokens go to free slots, so that there are some only where a block is left, or in a ring.
+        groups: stores of quantized tokens, with the pages and the positions that they had.
     """
 
     length: int
     layout: Layout | None
     pages: list[tuple[LevelStore, int]] = field(default_factory=list)
     overwritten: list[Callable[[], object]] = field(default_factory=list)
+    groups: list[tuple[GroupStore, int, list[int], list[int]]] = field(default_factory=list)
 
     def put_back(self) -> None:
         """Writes the numbers back, the last ones first, and gives back the pages."""
@@ -90,6 +101,9 @@ class _Mark:
                 write_back()
         for store, count in self.pages:
             store.set_pages(store.pages[:count])
+        for groups, count, end, first in self.groups:
+            groups.pages = groups.pages[:count]
+            groups.end, groups.first = end, first
 
 
 class Contents:
@@ -100,7 +114,7 @@ class Contents:
 
     Args:
         shape: of the tokens.
-        layout, window, chunk_size, max_length, page_size, latent: as of ``LevelCache``.
+        layout, window, chunk_size, max_length, page_size, latent, storage: as of ``LevelCache``.
         padding: leading padding tokens of each row, or ``None``.
         text: where the segments of the layout are those of a text, of which ``set_layout`` tells the new
             ones.
@@ -124,6 +138,7 @@ class Contents:
         padding: tuple[int, ...] | None,
         latent: Latent | None,
         text: TextLayout | None = None,
+        storage: Storage | None = None,
     ) -> None:
         if padding is not None and len(padding) != shape.batch:
             raise ShapeError(
@@ -138,6 +153,7 @@ class Contents:
         self.padding = padding
         self.latent = latent
         self.text = text
+        self.storage = storage
         self.length = 0
         self._factors: dict[tuple[object, ...], Tensor] = {}
         self._step: Step | None = None
@@ -155,6 +171,8 @@ class Contents:
 
         self.keys = [store(dim, level) for dim, level in zip(dims, self.key_levels, strict=False)]
         self.values = [store(level.rank, level) for level in self.value_levels]
+        self.key_groups = self._new_groups("key_bits", self.key_levels, page_size)
+        self.value_groups = self._new_groups("value_bits", self.value_levels, page_size)
         self.sink_keys: list[LevelStore] = []  # of the sink tokens, in all dimensions; with a latent as of the keys
         self.sink_values: list[LevelStore] = []
         if self.sinks is not None:
@@ -174,7 +192,63 @@ class Contents:
         else:
             self.key_levels = (widest(self.softmaxes),) * (2 if self.latent.num_rstd else 1)
         self.value_levels = value_levels(self.softmaxes, self.layout, self.shape.values[1])
+        if self.storage is not None:
+            self.key_levels = self._recent("key_bits", self.key_levels)
+            self.value_levels = self._recent("value_bits", self.value_levels)
         self.sinks: SinkLevel | None = sink_level(self.layout, head_dim)
+
+    def _recent(self, name: str, levels: tuple[Level, ...]) -> tuple[Level, ...]:
+        """The levels of which the stores keep the exact numbers."""
+        storage = self.storage
+        assert storage is not None
+        return tuple(
+            level if bits == 16 or storage.stays_exact(level.longest) else RecentLevel.of(level, storage)
+            for level, bits in zip(levels, storage.bits(name, len(levels)), strict=True)
+        )
+
+    def _new_groups(self, name: str, levels: tuple[Level, ...], page_size: int) -> list[GroupStore | None]:
+        """Stores for what is quantized of each level."""
+        if self.storage is None:
+            return [None] * len(levels)
+        size, found = self.storage.group_size, []
+        for level, bits in zip(levels, self.storage.bits(name, len(levels)), strict=True):
+            if not isinstance(level, RecentLevel):
+                found.append(None)
+                continue
+            of_block, ring = level.of_block, level.ring_of_window
+            if of_block is not None and of_block % size:
+                raise ConfigError(
+                    f"group_size must divide the blocks of each level: expected a divisor of {of_block}, the block of "
+                    f"level {level.number}, got {size}"
+                )
+            ring = None if ring is None else -(-(ring - self.storage.residual) // size) + 2
+            longest = ring if ring is not None else None if of_block is None else of_block // size
+            found.append(
+                GroupStore(
+                    level.rank,
+                    bits=bits,
+                    group_size=size,
+                    per_token=name == "value_bits",
+                    ring=ring,
+                    longest=longest,
+                    page_size=max(1, page_size // size),
+                )
+            )
+        return found
+
+    @property
+    def groups(self) -> Iterator[tuple[GroupStore, RecentLevel]]:
+        """The stores of quantized tokens with their levels, keys first."""
+        for stores, levels in ((self.key_groups, self.key_levels), (self.value_groups, self.value_levels)):
+            for store, level in zip(stores, levels, strict=True):
+                if store is not None:
+                    assert isinstance(level, RecentLevel)
+                    yield store, level
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether numbers are stored in fewer bits."""
+        return any(store is not None for store in (*self.key_groups, *self.value_groups))
 
     def set_layout(self, layout: LevelLayout) -> None:
         """The layout from now on: other segments from the next token on, the current ones as they were, one
@@ -209,12 +283,12 @@ class Contents:
     @property
     def key_nbytes(self) -> int:
         """Bytes that are allocated for keys (or for the latent state)."""
-        return sum(store.nbytes for store in (*self.keys, *self.sink_keys))
+        return sum(store.nbytes for store in (*self.keys, *self.sink_keys, *filter(None, self.key_groups)))
 
     @property
     def value_nbytes(self) -> int:
         """Bytes that are allocated for values."""
-        return sum(store.nbytes for store in (*self.values, *self.sink_values))
+        return sum(store.nbytes for store in (*self.values, *self.sink_values, *filter(None, self.value_groups)))
 
     # Rows: one for all where they are at the same positions with the same blocks, else one per row of the
     # batch.
@@ -242,8 +316,11 @@ class Contents:
     def reset(self) -> None:
         """Forgets all tokens; memory stays."""
         self.length = 0
+        rows = 1 if self.is_uniform else self.shape.batch
         for store, _ in self.stores():
-            store.lost = [0] * (1 if self.is_uniform else self.shape.batch)
+            store.lost = [0] * rows
+        for groups, _ in self.groups:
+            groups.end, groups.first = [0] * rows, [0] * rows
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_factors": {}, "_step": None, "_mark": None}
@@ -346,6 +423,12 @@ class Contents:
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """Adds tokens: keys (or states) and values as ``LevelCache.attend`` takes them."""
+        if self.is_quantized and k.shape[0] and k.shape[2]:
+            self._quantize(self.length + k.shape[2], k, v)
+        self._append(k, v)
+
+    def _append(self, k: Tensor, v: Tensor) -> None:
+        """``append`` of tokens before which all is quantized that has left the residual."""
         count = k.shape[2]
         if k.shape[0] == 0 or count == 0:
             pass  # nothing to keep
@@ -464,6 +547,8 @@ class Contents:
         position = self.length - pad
         if position < (0 if self.sinks is None else self.sinks.layout.sink_tokens):
             return None
+        if self.is_quantized:
+            return None
         if self._step is None or self.length not in self._step.lengths:
             for (store, level), like in zip(self.stores(), self._of_each(k, v), strict=True):
                 if position < level.end(position):
@@ -514,6 +599,12 @@ class Contents:
         if q.shape[0] == 0 or q.shape[2] == 0:
             self.append(kept_k, kept_v)
             return q.new_zeros((*q.shape[:3], v.shape[3]))
+        if self.is_quantized:
+            self._check_no_gradient(q, k, v, options)
+            keys, values = self.dense_keys(kept_k), self.dense_values(kept_v)
+            out = self._over_quantized(q, keys, values, values, self.layout, options, backend)
+            self._append(kept_k, kept_v)
+            return out
         if self.length == 0 or not self._is_direct(q, k, v, options, backend):
             values = v if self.length == 0 else self.dense_values(v)
             out = self._over_dense(q, self._all_keys(k), values, self.layout, options, backend)
@@ -543,10 +634,129 @@ class Contents:
     def weights(self, q: Tensor, k: Tensor, options: ScoreTerms) -> Tensor:
         """The weights of new tokens, which are not appended; see ``LevelCache.weights``."""
         q, k = autocasted(q, k)
-        keys, layout = self._all_keys(k), self.layout
+        layout = self.layout
+        keys = self.dense_keys(k.detach()) if self.is_quantized else self._all_keys(k)
         each = torch.eye(keys.shape[2], dtype=keys.dtype, device=keys.device).expand(*keys.shape[:2], -1, -1)
         layout = replace(layout, value_ranks=None) if isinstance(layout, LevelLayout) else layout
+        if self.is_quantized:
+            self._check_no_gradient(q, k, k, options)
+            return self._over_quantized(q, keys, None, each, layout, options, "reference")
         return self._over_dense(q, keys, each, layout, options, "reference")
+
+    def _check_no_gradient(self, q: Tensor, k: Tensor, v: Tensor, options: ScoreTerms) -> None:
+        """Raises ``ConfigError`` where a gradient is asked for, which quantized tokens do not have."""
+        if torch.is_grad_enabled() and (options.needs_gradient or any(x.requires_grad for x in (q, k, v))):
+            raise ConfigError(
+                "a cache that stores fewer bits gives no gradients: call the model within torch.no_grad(), or use a "
+                "cache without storage="
+            )
+
+    def _over_quantized(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        stored_values: Tensor | None,
+        values: Tensor,
+        layout: Layout | None,
+        options: ScoreTerms,
+        backend: Backend,
+    ) -> Tensor:
+        """Attention of new tokens, each over the numbers that it sees, and what is quantized on the way.
+
+        Args:
+            keys: of all tokens, the new ones too, whose numbers are changed to those that are read.
+            stored_values: likewise, as they are kept; ``None``: no values are quantized.
+            values: of all tokens, that are summed.
+        """
+        storage, count, length = self.storage, q.shape[2], keys.shape[2]
+        assert storage is not None
+        out = q.new_empty((*q.shape[:3], values.shape[3]))
+        for number, (_, batch, pad) in enumerate(self.rows):
+            first = self.length
+            while first < length:
+                exact = storage.first_exact(first - pad)
+                end = min(length, pad + max(0, exact) + storage.group_size + storage.residual - 1)
+                end = max(end, first + 1)
+                self._quantize_row(number, batch, pad, first - pad, keys, stored_values)
+                steps = slice(first - self.length, end - self.length)
+                terms = options.of_queries(steps.start, steps.stop, count, length).of_rows(batch)
+                padding = None
+                if pad:
+                    padding = torch.full((out[batch].shape[0],), min(pad, end), device=q.device)
+                out[batch, :, steps] = over_dense(
+                    q[batch, :, steps],
+                    keys[batch, :, :end],
+                    values[batch, :, :end],
+                    terms,
+                    layout=layout,
+                    window=self.window,
+                    left_padding=padding,
+                    backend=backend,
+                    chunk_size=self.chunk_size,
+                )
+                first = end
+        return out
+
+    def _quantize(self, length: int, k: Tensor, v: Tensor) -> None:
+        """Quantizes what has left the residual when there are ``length`` tokens, of those so far and new
+        ones.
+        """
+        assert self.storage is not None
+        exact = [self.storage.first_exact(length - 1 - pad) for _, _, pad in self.rows]
+        if all(store.end == exact for store, _ in self.groups):
+            return
+        keys, values = self.dense_keys(k), self.dense_values(v)
+        for number, (_, batch, pad) in enumerate(self.rows):
+            self._quantize_row(number, batch, pad, length - 1 - pad, keys, values)
+
+    def _quantize_row(
+        self, number: int, batch: slice, pad: int, position: int, keys: Tensor, values: Tensor | None
+    ) -> None:
+        """Quantizes the groups of a row that a query at ``position`` reads so, and writes what is read of them
+        into dense keys and values.
+        """
+        assert self.storage is not None
+        exact = self.storage.first_exact(position)
+        for stores, levels, dense in (
+            (self.key_groups, self.key_levels, keys),
+            (self.value_groups, self.value_levels, values),
+        ):
+            dim = 0
+            for store, level in zip(stores, levels, strict=True):
+                dims = slice(dim, dim + level.rank)
+                dim += level.rank
+                if store is None or dense is None or store.end[number] >= exact:
+                    continue
+                assert isinstance(level, RecentLevel)
+                self._quantize_level(store, level, number, batch, pad, position, dense[..., dims])
+
+    def _quantize_level(
+        self, store: GroupStore, level: RecentLevel, number: int, batch: slice, pad: int, position: int, dense: Tensor
+    ) -> None:
+        exact = level.storage.first_exact(position)
+        size, sinks = store.group_size, 0 if self.sinks is None else self.sinks.layout.sink_tokens
+        if self._mark is not None and not any(store is marked for marked, *_ in self._mark.groups):
+            self._mark.groups.append((store, len(store.pages), list(store.end), list(store.first)))
+        overwritten = None if self._mark is None else self._mark.overwritten
+        begin, needed = store.end[number] // size, level.first_group(position, number)
+        if needed > begin:  # no query sees the others any more
+            store.first[number], store.end[number] = needed * size, max(store.end[number], min(needed * size, exact))
+        for group in range(max(begin, needed), exact // size):
+            at = slice(pad + group * size, pad + (group + 1) * size)
+            x = dense[batch, :, at].transpose(2, 3).clone(memory_format=torch.contiguous_format)
+            # Sink tokens are read elsewhere: their numbers, often large, must not widen the range of others.
+            hidden = min(max(0, sinks - group * size), size)
+            x[..., :hidden] = x[..., hidden : hidden + 1] if hidden < size else 0.0
+            start = level.start(group * size, number)
+            slot = store.slot(group, start)
+            store.grow(slot + 1, dense)
+            found = store.write(x, batch, group, start, overwritten).transpose(2, 3)
+            dense[batch, :, at][:, :, hidden:] = found[:, :, hidden:]
+            store.end[number] = (group + 1) * size
+            if store.ring is not None:
+                store.first[number] = max(store.first[number], (group + 1 - store.ring) * size)
+            elif slot == 0:
+                store.first[number] = group * size
 
     def _is_direct(self, q: Tensor, k: Tensor, v: Tensor, options: ScoreTerms, backend: Backend) -> bool:
         """Whether new tokens are decoded straight from what is kept: few ones, past the padding, without a
@@ -620,6 +830,12 @@ class Contents:
         for stored in self.stores():
             store, _ = stored
             store.lost = [max(0, min(length - pad, self._oldest(*stored, row, pad))) for row, _, pad in self.rows]
+        for groups, level in self.groups:  # what is seen exactly again is quantized again, to the same numbers
+            size, after = groups.group_size, [max(0, length - pad) for _, _, pad in self.rows]
+            groups.end = [
+                min(end, level.storage.first_exact(position), position // size * size)
+                for end, position in zip(groups.end, after, strict=True)
+            ]
         self.length = length
         if self.text is not None and isinstance(self.layout, LevelLayout) and self.layout.boundaries is not None:
             pads = self.padding or (0,) * len(self.layout.boundaries)
@@ -658,6 +874,12 @@ class Contents:
                 oldest = self._oldest(store, level, row, pad)
                 if needed < following and oldest > needed:
                     yield level, needed, oldest
+        for groups, quantized in self.groups:
+            for number, (row, _, pad) in enumerate(self.rows):
+                following = length - pad
+                needed = quantized.first_group(following, row) * groups.group_size
+                if needed < quantized.storage.first_exact(following) and groups.first[number] > needed:
+                    yield quantized, needed, groups.first[number]
 
     def runs(self, count: int) -> list[tuple[int, int]]:
         """New tokens in runs that lie in one block of every level; single ones with a window, whose rings
@@ -699,16 +921,35 @@ class Contents:
         end.
         """
         count = 1 if self.latent else None
-        return self._dense(k, self.keys[:count], self.key_levels, self.sink_keys[:count])
+        return self._dense(k, self.keys[:count], self.key_levels, self.key_groups, self.sink_keys[:count])
 
     def dense_values(self, v: Tensor) -> Tensor:
         """As ``dense_keys``, of the values."""
-        return self._dense(v, self.values, self.value_levels, self.sink_values)
+        return self._dense(v, self.values, self.value_levels, self.value_groups, self.sink_values)
 
-    def _dense(self, new: Tensor, stores: list[LevelStore], levels: tuple[Level, ...], sinks: list[LevelStore]) -> Tensor:
+    def _read_groups(self, store: GroupStore, level: RecentLevel, past: Tensor) -> None:
+        """Writes the quantized numbers that the next query sees into those of all tokens (B, G, S, rank)."""
+        size = store.group_size
+        for number, (row, batch, pad) in enumerate(self.rows):
+            position = self.length - pad
+            end = min(store.end[number], level.storage.first_exact(position))
+            first = max(level.first_group(position, row) * size, store.first[number])
+            if first < end:
+                start = level.start(end - 1, row)
+                numbers = store.read(batch, first // size, end // size, start, past.dtype)
+                past[batch, :, first + pad : end + pad] = numbers.transpose(2, 3)
+
+    def _dense(
+        self,
+        new: Tensor,
+        stores: list[LevelStore],
+        levels: tuple[Level, ...],
+        quantized: list[GroupStore | None],
+        sinks: list[LevelStore],
+    ) -> Tensor:
         count, dim = self.length, 0
         past = new.new_zeros((new.shape[0], new.shape[1], count, new.shape[3]))
-        for store, level in zip(stores, levels, strict=False):
+        for store, level, groups in zip(stores, levels, quantized, strict=False):
             for row, batch, pad in self.rows:
                 last = count - 1 - pad
                 if last < 0:
@@ -718,6 +959,9 @@ class Contents:
                 if first <= last:
                     numbers = store.read(batch, first, last + 1, start)
                     past[batch, :, first + pad : count, dim : dim + store.dim] = numbers.transpose(2, 3)
+            if groups is not None:
+                assert isinstance(level, RecentLevel)
+                self._read_groups(groups, level, past[..., dim : dim + store.dim])
             dim += store.dim
         for store in sinks:
             assert self.sinks is not None
@@ -736,8 +980,11 @@ class Contents:
         if isinstance(self.layout, LevelLayout):
             self.layout = self.layout.select_rows(rows)
         self.shape = self.shape._replace(batch=len(rows))
+        picked = None if was_uniform else rows[: 1 if self.is_uniform else None]
         for (store, _), pages in zip(self.stores(), selected, strict=True):
             store.set_pages(pages)
-            if not was_uniform:
-                store.lost = [store.lost[row] for row in rows[: 1 if self.is_uniform else None]]
+            if picked is not None:
+                store.lost = [store.lost[row] for row in picked]
+        for groups, _ in self.groups:
+            groups.select(indices, picked)
         self._set_levels()

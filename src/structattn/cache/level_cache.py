@@ -19,7 +19,7 @@ from structattn.cache.contents import Contents, OtherLatentError, TokenShape
 from structattn.cache.latent import Latent, alike
 from structattn.cache.numbers import Count, new_number
 from structattn.cache.rows import OneLayerCache
-from structattn.cache.storage import PAGE_SIZE
+from structattn.cache.storage import PAGE_SIZE, Storage
 from structattn.cache.tokens import check_layout_of_call, check_options, checked_padding, checked_shape
 from structattn.checks import check_tensor, check_type, describe, is_int
 from structattn.errors import CacheError, CheckpointError, ConfigError, ShapeError
@@ -30,7 +30,7 @@ from structattn.ops import Backend
 from structattn.ops.checks import autocasted
 from structattn.ops.terms import ScoreTerms
 
-_OPTIONS = ("layout", "window", "chunk_size", "max_length", "page_size", "latent", "text")  # of what it keeps
+_OPTIONS = ("layout", "window", "chunk_size", "max_length", "page_size", "latent", "text", "storage")  # of what it keeps
 _SAVED = ("window", "chunk_size", "max_length", "page_size", "left_padding")  # options that a file holds
 
 
@@ -57,6 +57,7 @@ class LevelCache(OneLayerCache):
         left_padding: (B,) ints, leading tokens of each row that are padding. Default ``None``.
         latent: makes keys from a hidden state that all heads share, which ``attend`` is given in place of
             keys, and which is kept. Default ``None``.
+        storage: in which bits numbers are kept. Default ``None``: as the model makes them.
 
     Attributes:
         layout: where rows have segments of their own, in the order of the rows that there are now.
@@ -87,13 +88,15 @@ class LevelCache(OneLayerCache):
         page_size: int = PAGE_SIZE,
         left_padding: Tensor | Sequence[int] | None = None,
         latent: Latent | None = None,
+        storage: Storage | None = None,
     ) -> None:
         sizes = {"window": window, "chunk_size": chunk_size, "max_length": max_length, "page_size": page_size}
-        check_options(layout, latent, **sizes)
+        check_options(layout, latent, storage, **sizes)
         self.text = layout if isinstance(layout, TextLayout) else None
         self.layout: Layout | None = layout.bound if isinstance(layout, TextLayout) else layout
         self.window, self.chunk_size = window, chunk_size
         self.max_length, self.page_size, self.latent = max_length, page_size, latent
+        self.storage = storage
         self._set_padding(None if left_padding is None else checked_padding(left_padding))
         self._kept: Contents | None = None  # from the first tokens on
         self._before: tuple[Contents | None, Layout | None] | None = None  # the last new tokens; None: not known

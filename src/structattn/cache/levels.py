@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
+from structattn.cache.storage.options import Storage
 from structattn.layout.global_window import GlobalWindowLayout, Layout
 from structattn.layout.levels import LevelLayout
 
@@ -169,6 +170,60 @@ def softmaxes_of(
         )
     layout = LevelLayout((head_dim,), (1,)) if layout is None else layout
     return (_softmax(layout, slice(0, layout.head_dim), window, chunk_size),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecentLevel(Level):
+    """The exact numbers of a level whose other tokens are quantized: the last ones, in a ring.
+
+    Attributes:
+        storage: says which.
+    """
+
+    storage: Storage
+
+    @classmethod
+    def of(cls, level: Level, storage: Storage) -> RecentLevel:
+        """That of a level."""
+        return cls(**{field.name: getattr(level, field.name) for field in fields(level)}, storage=storage)
+
+    @property
+    def ring(self) -> int | None:
+        """See ``Level``."""
+        return self.storage.exact_slots
+
+    @property
+    def longest(self) -> int | None:
+        """See ``Level``."""
+        return self.storage.exact_slots
+
+    @property
+    def of_block(self) -> int | None:
+        """The longest block of the level, quantized tokens too; ``None`` for no limit."""
+        return self._block
+
+    @property
+    def ring_of_window(self) -> int | None:
+        """The window of the level, quantized tokens too, where blocks are longer."""
+        return super().ring
+
+    def most_slots(self, length: int) -> int:
+        """See ``Level``."""
+        return min(length, self.storage.exact_slots)
+
+    def first_needed(self, position: int, row: int) -> int:
+        """The first position whose exact number is needed, by a query at ``position`` or to quantize its
+        group.
+        """
+        if position < 0:
+            return position
+        size = self.storage.group_size
+        exact = min(self.storage.first_exact(position), position // size * size)
+        return max(self.first_group(position, row) * size, exact)
+
+    def first_group(self, position: int, row: int) -> int:
+        """The first group that a query at ``position`` sees a token of, exact or quantized."""
+        return max(0, super().first_needed(position, row)) // self.storage.group_size
 
 
 def sink_level(layout: Layout | None, rank: int) -> SinkLevel | None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from structattn.cache.contents import TokenShape
 from structattn.cache.latent import Latent
+from structattn.cache.storage import Storage
 from structattn.checks import MAX_LENGTH, check_int_tensor, check_size, check_tensor, check_type, describe, is_int
 from structattn.errors import ConfigError, ShapeError
 from structattn.layout.global_window import GlobalWindowLayout, Layout
@@ -104,7 +105,22 @@ def checked_padding(given: Tensor | Sequence[int]) -> tuple[int, ...]:
     return tuple(values)
 
 
-def check_options(layout: Any, latent: Any, **sizes: Any) -> None:
+def _check_storage(storage: Storage, layout: Any, latent: Any) -> None:
+    """Raises ``ConfigError`` unless numbers can be stored in other bits."""
+    if latent is not None:
+        raise ConfigError("a cache that keeps hidden states stores them as they are: leave storage at None")
+    if isinstance(layout, TextLayout) or (isinstance(layout, LevelLayout) and layout.boundaries is not None):
+        raise ConfigError(
+            "groups of tokens are quantized together, and segments end anywhere: give blocks (LevelLayout.halving), or "
+            "leave storage at None"
+        )
+    levels = layout.num_levels if isinstance(layout, LevelLayout) else 1 if layout is None else len(layout.ranks)
+    values = len(layout.value_ranks) if isinstance(layout, LevelLayout) and layout.value_ranks else 1
+    storage.bits("key_bits", levels)
+    storage.bits("value_bits", values)
+
+
+def check_options(layout: Any, latent: Any, storage: Any, **sizes: Any) -> None:
     """Raises ``ConfigError`` unless the options of a ``LevelCache`` are in their ranges; only its
     ``page_size`` is never ``None``.
     """
@@ -113,6 +129,9 @@ def check_options(layout: Any, latent: Any, **sizes: Any) -> None:
     for name, value in sizes.items():
         if value is not None or name == "page_size":
             check_size(name, value, MAX_LENGTH)
+    check_type("storage", storage, Storage | None, "a Storage, such as sa.Storage(key_bits=4), or None")
+    if storage is not None:
+        _check_storage(storage, layout, latent)
     if latent is not None and not all(hasattr(latent, name) for name in ("key_dim", "num_rstd", "can_absorb")):
         raise ConfigError(f"latent must be a Latent, such as Attention.latent, or None, got {describe(latent)}")
     if sizes.get("chunk_size") is not None and getattr(layout, "sink_tokens", 0):

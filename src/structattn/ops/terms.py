@@ -119,6 +119,17 @@ class ScoreTerms:
         mask = self.attn_mask[(None,) * (4 - self.attn_mask.dim())].expand(-1, -1, num_queries, num_keys)
         return replace(self, attn_mask=mask[:, :, first:end, : num_keys - num_queries + end])
 
+    def of_rows(self, rows: slice) -> ScoreTerms:
+        """The terms for some rows of the batch."""
+        if rows == slice(None):
+            return self
+        mask, slopes = self.attn_mask, self.alibi_slopes
+        if mask is not None and mask.dim() == 4 and mask.shape[0] > 1:
+            mask = mask[rows]
+        if slopes is not None and slopes.dim() == 2 and slopes.shape[0] > 1:
+            slopes = slopes[rows]
+        return replace(self, attn_mask=mask, alibi_slopes=slopes)
+
     def finish(self, scores: Tensor, back: Tensor | None = None) -> None:
         """Makes scaled products the scores, in place: soft cap, ALiBi, mask, and no later tokens.
 

@@ -1,7 +1,11 @@
-"""Where a cache keeps numbers: a ``LevelStore`` finds slots, a ``Page`` has their numbers."""
+"""Where a cache keeps numbers: a ``LevelStore`` finds slots, a ``Page`` has their numbers; a ``GroupStore`` has
+those that are quantized, as a ``Storage`` asks.
+"""
 
 from structattn.cache.storage.full import FullPage
+from structattn.cache.storage.groups import GroupStore
+from structattn.cache.storage.level_store import PAGE_SIZE, TEXT_PAGE_SIZE, LevelStore, PageSpan
+from structattn.cache.storage.options import Storage
 from structattn.cache.storage.page import Page
-from structattn.cache.storage.level_store import PAGE_SIZE, TEXT_PAGE_SIZE, PageSpan, LevelStore
 
-__all__ = ["PAGE_SIZE", "TEXT_PAGE_SIZE", "FullPage", "Page", "PageSpan", "LevelStore"]
+__all__ = ["PAGE_SIZE", "TEXT_PAGE_SIZE", "FullPage", "GroupStore", "LevelStore", "Page", "PageSpan", "Storage"]

@@ -1,0 +1,163 @@
+"""The quantized tokens of one level: codes in groups of consecutive positions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from structattn.cache.storage.quantize import packed, quantized, scale_dtype, unpacked
+
+_NAMES = ("codes", "scale", "zero")
+
+
+class GroupStore:
+    """One level's numbers for the positions that have left the residual, of those of a block, or of the last
+    ones of a window.
+
+    Group m has the positions m g to (m + 1) g - 1 and is in slot m - s, with s the first group of its block,
+    or in slot m modulo the slots of a ring.
+
+    Args:
+        dim: numbers per position and head.
+        bits: 8 or 4.
+        group_size: g.
+        per_token: whether scale and zero belong to a token and ``group_size`` dimensions, as of values; else
+            to a dimension and the tokens of a group, as of keys.
+        ring: slots, where a window forgets groups; ``None`` where a block does, or nothing.
+        longest: the most slots; ``None`` for no limit.
+        page_size: slots that are allocated at a time.
+
+    Attributes:
+        end: per row (or one for all), the position after the last that is quantized.
+        first: likewise, positions before this one are held no longer.
+        pages: (codes, scale, zero) of each page. Codes are (B, heads, slots, dim, bytes of a group). Scales
+            and zeros of keys are (B, heads, slots, dim, 1), those of values (B, heads, slots, parts, g).
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        bits: int,
+        group_size: int,
+        per_token: bool,
+        ring: int | None,
+        longest: int | None,
+        page_size: int,
+    ) -> None:
+        self.dim, self.bits, self.group_size, self.per_token = dim, bits, group_size, per_token
+        self.ring, self.longest, self.page_size = ring, longest, page_size
+        self.end, self.first = [0], [0]
+        self.pages: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    @property
+    def parts(self) -> int:
+        """Groups of dimensions, of values."""
+        return -(-self.dim // self.group_size)
+
+    @property
+    def capacity(self) -> int:
+        """Slots that are allocated."""
+        return sum(page[0].shape[2] for page in self.pages)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are allocated."""
+        return sum(x.numel() * x.element_size() for page in self.pages for x in page)
+
+    def slot(self, group: int, start: int) -> int:
+        """The slot of a group, of a block that starts at position ``start``."""
+        return group - start // self.group_size if self.ring is None else group % self.ring
+
+    def grow(self, slots: int, like: Tensor) -> None:
+        """Allocates pages until there are ``slots``, for the rows, heads, dtype and device of ``like`` (B, heads,
+        ...).
+        """
+        with torch.inference_mode(False):  # else they could not be written to outside of that mode
+            while (capacity := self.capacity) < slots:
+                size = self.page_size if self.longest is None else min(self.page_size, self.longest - capacity)
+                shape, dtype = (like.shape[0], like.shape[1], size), scale_dtype(like.dtype)
+                of_group = (self.parts, self.group_size) if self.per_token else (self.dim, 1)
+                self.pages.append(
+                    (
+                        like.new_zeros((*shape, self.dim, self.group_size * self.bits // 8), dtype=torch.uint8),
+                        like.new_zeros((*shape, *of_group), dtype=dtype),
+                        like.new_zeros((*shape, *of_group), dtype=dtype),
+                    )
+                )
+
+    def place(self, slot: int) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
+        """The page of a slot, and which of its slots it is."""
+        for page in self.pages:
+            if slot < page[0].shape[2]:
+                return page, slot
+            slot -= page[0].shape[2]
+        raise AssertionError(f"slot {slot} is beyond the pages")
+
+    def write(
+        self, x: Tensor, rows: slice, group: int, start: int, overwritten: list[Callable[[], object]] | None
+    ) -> Tensor:
+        """Quantizes a group.
+
+        Args:
+            x: (rows, heads, dim, g).
+            rows: of the batch.
+            group: its number.
+            start: of its block.
+            overwritten: gets a function that writes back what was there.
+
+        Returns:
+            The numbers as they are read, (rows, heads, dim, g), in the dtype of x.
+        """
+        codes, scale, zero = self._quantized(x)
+        page, slot = self.place(self.slot(group, start))
+        for held, new in zip(page, (packed(codes, self.bits), scale, zero), strict=True):
+            there = held[rows, :, slot]
+            if overwritten is not None:
+                overwritten.append(partial(there.copy_, there.clone()))
+            there.copy_(new)
+        return self._numbers(codes, scale, zero, x.dtype)
+
+    def _quantized(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if not self.per_token:
+            return quantized(x, self.bits, -1)
+        missing = self.parts * self.group_size - self.dim
+        if missing and self.parts > 1:
+            parts = [quantized(part, self.bits, -2) for part in x.split(self.group_size, dim=-2)]
+            codes, scale, zero = (torch.cat(found, dim=-2) for found in zip(*parts, strict=True))
+            return codes, scale, zero
+        parted = x.unflatten(-2, (self.parts, -1))
+        codes, scale, zero = quantized(parted, self.bits, -2)
+        return codes.flatten(-3, -2), scale.squeeze(-2), zero.squeeze(-2)
+
+    def _numbers(self, codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:
+        """The numbers of codes (..., dim, g)."""
+        wide = torch.promote_types(dtype, torch.float32)
+        if self.per_token:
+            scale, zero = (x.repeat_interleave(self.group_size, dim=-2)[..., : self.dim, :] for x in (scale, zero))
+        return torch.addcmul(zero.to(wide), scale.to(wide), codes.to(wide)).to(dtype)
+
+    def read(self, rows: slice, first: int, end: int, start: int, dtype: torch.dtype) -> Tensor:
+        """The numbers of groups first ... end - 1, (rows, heads, dim, n g)."""
+        found = []
+        for group in range(first, end):
+            page, slot = self.place(self.slot(group, start))
+            codes, scale, zero = (x[rows, :, slot] for x in page)
+            found.append(self._numbers(unpacked(codes, self.bits), scale, zero, dtype))
+        return torch.cat(found, dim=-1)
+
+    def select(self, rows: Tensor, indices: list[int] | None) -> None:
+        """Row ``rows[b]`` becomes row b; ``indices`` are those of ``end`` and ``first``, if there is one for each
+        row.
+        """
+        with torch.inference_mode(False):
+            self.pages = [tuple(x.index_select(0, rows.to(x.device)) for x in page) for page in self.pages]  # type: ignore[misc]
+        if indices is not None:
+            self.end, self.first = [self.end[n] for n in indices], [self.first[n] for n in indices]
+
+    def state(self) -> dict[str, Tensor]:
+        """All pages, as files have them."""
+        return {name: torch.cat([page[n] for page in self.pages], dim=2) for n, name in enumerate(_NAMES) if self.pages}

@@ -340,7 +340,11 @@ class Contents:
             "key_shape": self.shape.keys,
             "value_shape": self.shape.values,
         }
-        return plain, {str(n): store.read_all() for n, (store, _) in enumerate(self.stores())}
+        tensors = {str(n): store.read_all() for n, (store, _) in enumerate(self.stores())}
+        plain["quantized"] = [(store.end, store.first) for store, _ in self.groups]
+        for n, (store, _) in enumerate(self.groups):
+            tensors |= {f"group {n} {name}": x for name, x in store.state().items()}
+        return plain, tensors
 
     def restore(self, plain: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         """Takes over what ``state`` returned.
@@ -349,6 +353,8 @@ class Contents:
             OtherLatentError: the latent is of another layer.
             CheckpointError: a number or a tensor is not one that ``state`` returns.
         """
+        tensors = dict(tensors)
+        of_groups = {name: tensors.pop(name) for name in list(tensors) if name.startswith("group ")}
         stores, length, oldest = list(self.stores()), plain["length"], plain["oldest"]
         names = [str(number) for number in range(len(stores))]
         if self.latent is not None and len(tensors) == len(oldest) != len(names):
@@ -380,11 +386,44 @@ class Contents:
                 self._check_held(name, store, level, x.shape[3], first, row, pad)
             store.set_pages((store.page_type.of(x),))
             store.lost = list(firsts)
+        self._restore_groups(plain["quantized"], of_groups)
         if missing := next(self._lost(length), None):
             level, needed, first = missing
             raise CheckpointError(
                 f"level {level.number} needs the positions from {needed} on, and keeps those from {first} on"
             )
+
+    def _restore_groups(self, positions: Sequence[Any], tensors: dict[str, Tensor]) -> None:
+        """Takes over what ``state`` says of quantized tokens; raises ``CheckpointError`` where it is not
+        that.
+        """
+        stores = list(self.groups)
+        if len(positions) != len(stores):
+            raise CheckpointError(f"expected {len(stores)} entries of quantized tokens, got {len(positions)}")
+        keys = sum(store is not None for store in self.key_groups)
+        names = set(tensors)
+        for n, ((store, level), (end, first)) in enumerate(zip(stores, positions, strict=True)):
+            heads = (self.shape.keys if n < keys else self.shape.values)[0]
+            pages = {name: tensors[key] for name in store.names if (key := f"group {n} {name}") in tensors}
+            names -= {f"group {n} {name}" for name in pages}
+            store.restore(pages, (self.shape.batch, heads), self.shape.dtype, list(end), list(first))
+            rows = list(self.rows)
+            if not len(rows) == len(end) == len(first):
+                raise CheckpointError(f"quantized tokens need {len(rows)} positions, got {len(end)} and {len(first)}")
+            for number, (row, _, pad) in enumerate(rows):
+                position, size, storage = self.length - pad, store.group_size, level.storage
+                least = storage.first_exact(position - 1) if position > 0 else 0
+                most = max(least, min(storage.first_exact(position), max(0, position) // size * size))
+                if end[number] % size or first[number] % size or not least <= end[number] <= most:
+                    raise CheckpointError(
+                        f"quantized tokens must end from {least} to {most}, at a multiple of {size}, got {end[number]}"
+                    )
+                begin = max(first[number] // size, level.first_group(position, row))
+                slots = [store.slot(at, level.start(at * size, row)) for at in range(begin, end[number] // size)]
+                if slots and max(slots) >= store.capacity:
+                    raise CheckpointError(f"quantized tokens have {store.capacity} groups, and {max(slots) + 1} are needed")
+        if names:
+            raise CheckpointError(f"expected no tensor {sorted(names)[0]!r}")
 
     def _check_held(self, name: str, store: LevelStore, level: Level, slots: int, oldest: int, row: int, pad: int) -> None:
         """Raises ``CheckpointError`` unless a tensor has a slot for each position from ``oldest`` on."""

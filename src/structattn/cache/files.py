@@ -16,6 +16,7 @@ from structattn.checks import check_device, check_path, describe, quoted
 from structattn.errors import CheckpointError, ConfigError, StructAttnError
 from structattn.layout.global_window import GlobalWindowLayout, Layout
 from structattn.layout.levels import LevelLayout
+from structattn.cache.storage import Storage
 from structattn.layout.text import TextHistory, TextLayout, TextUnits, Unit
 from structattn.tensor_files import read_tensors, write_tensors
 from structattn.typed_records import read_as
@@ -41,6 +42,24 @@ def _layout_of(data: object) -> Layout | None:
     return kind(**data)
 
 
+def _plain(state: dict[str, Any]) -> dict[str, Any]:
+    """A state as a file has it: as files of earlier versions where numbers are stored as they are."""
+    storage = state["storage"]
+    if storage is None:
+        return {name: value for name, value in state.items() if name not in ("storage", "quantized")}
+    return {**state, "storage": dataclasses.asdict(storage)}
+
+
+def _storage_of(data: object) -> Storage | None:
+    """Raises ``ConfigError`` where it is written otherwise."""
+    if data is None:
+        return None
+    names = [field.name for field in dataclasses.fields(Storage)]
+    if not isinstance(data, dict) or data.keys() != set(names):
+        raise ConfigError(f"a storage has the fields {', '.join(names)}, got {describe(data)}")
+    return Storage(**data)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerRecord:
     """What a file holds of the cache of a layer, without the tensors; see ``LevelCache.state``. What has a
@@ -58,6 +77,8 @@ class LayerRecord:
     left_padding: tuple[int, ...] | None
     keeps: Literal["key features", "hidden state"]
     text: tuple[Unit, ...] | None = None
+    storage: Any = None
+    quantized: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
     layout: Any
 
 
@@ -112,7 +133,7 @@ def save(path: str | Path, layers: Sequence[tuple[State, Layout | None]], text: 
         for number, ((_, found), _) in enumerate(layers)
         for name, x in found.items()
     }
-    plain = [{**state, "layout": _layout_data(layout)} for (state, _), layout in layers]
+    plain = [_plain(state) | {"layout": _layout_data(layout)} for (state, _), layout in layers]
     data: dict[str, Any] = {"format_version": FORMAT_VERSION, "layers": plain}
     if text is not None:
         data["text"] = {"units": text.units, "rows": len(text.marks)}
@@ -146,7 +167,8 @@ def load(
         own = {name.partition(".")[2]: x for name, x in tensors.items() if name.partition(".")[0] == str(number)}
         moved = {name: x if device is None else x.to(device) for name, x in own.items()}
         with damaged(path, f"layer {number}"):
-            found.append(((vars(layer), moved), _layout_of(layer.layout)))
+            plain = vars(layer) | {"storage": _storage_of(layer.storage)}
+            found.append(((plain, moved), _layout_of(layer.layout)))
     text = None
     if record.text is not None:
         with damaged(path, "the text"):

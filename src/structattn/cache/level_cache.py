@@ -527,6 +527,7 @@ class LevelCache(OneLayerCache):
         of_contents, tensors = contents.state()
         plain = {name: getattr(self, name) for name in (*_SAVED, "keeps")}
         plain["text"] = None if self.text is None else self.text.units
+        plain["storage"] = self.storage
         return plain | of_contents, tensors
 
     @classmethod
@@ -553,7 +554,7 @@ class LevelCache(OneLayerCache):
             text = TextLayout(
                 layout.ranks, plain["text"], layout.scaling, layout.value_ranks, layout.sink_tokens
             )
-        cache = cls(text or layout, latent=latent, **{name: plain[name] for name in _SAVED})
+        cache = cls(text or layout, latent=latent, storage=plain["storage"], **{name: plain[name] for name in _SAVED})
         cache._restore(plain, tensors, layout)
         return cache
 

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from structattn.errors import CheckpointError
 from structattn.cache.storage.quantize import packed, quantized, scale_dtype, unpacked
 
 _NAMES = ("codes", "scale", "zero")
@@ -52,6 +53,8 @@ class GroupStore:
         self.ring, self.longest, self.page_size = ring, longest, page_size
         self.end, self.first = [0], [0]
         self.pages: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    names = _NAMES
 
     @property
     def parts(self) -> int:
@@ -157,6 +160,36 @@ class GroupStore:
             self.pages = [tuple(x.index_select(0, rows.to(x.device)) for x in page) for page in self.pages]  # type: ignore[misc]
         if indices is not None:
             self.end, self.first = [self.end[n] for n in indices], [self.first[n] for n in indices]
+
+    def restore(
+        self, pages: dict[str, Tensor], rows: tuple[int, int], dtype: torch.dtype, end: list[int], first: list[int]
+    ) -> None:
+        """Takes over what ``state`` returned, and ``end`` and ``first``.
+
+        Args:
+            rows: (B, heads).
+            dtype: of the model.
+
+        Raises:
+            CheckpointError: a tensor is missing or of another shape.
+        """
+        self.end, self.first, self.pages = end, first, []
+        if not pages:
+            return
+        if missing := [name for name in _NAMES if name not in pages]:
+            raise CheckpointError(f"quantized tokens have no {missing[0]}")
+        slots = pages["codes"].shape[2] if pages["codes"].dim() == 5 else 0
+        of_group = (self.parts, self.group_size) if self.per_token else (self.dim, 1)
+        of_codes = (self.dim, self.group_size * self.bits // 8)
+        expected = ((of_codes, torch.uint8), (of_group, scale_dtype(dtype)), (of_group, scale_dtype(dtype)))
+        for name, (shape, kind) in zip(_NAMES, expected, strict=True):
+            x = pages[name]
+            if x.shape != (*rows, slots, *shape) or x.dtype != kind:
+                raise CheckpointError(
+                    f"{name} of quantized tokens must be {kind} of shape {(*rows, slots, *shape)}, got {x.dtype} "
+                    f"{tuple(x.shape)}"
+                )
+        self.pages = [(pages["codes"], pages["scale"], pages["zero"])]
 
     def state(self) -> dict[str, Tensor]:
         """All pages, as files have them."""

@@ -586,7 +586,7 @@ class Contents:
         position = self.length - pad
         if position < (0 if self.sinks is None else self.sinks.layout.sink_tokens):
             return None
-        if self.is_quantized:
+        if self.is_quantized and not self._quantize_held(position, pad):
             return None
         if self._step is None or self.length not in self._step.lengths:
             for (store, level), like in zip(self.stores(), self._of_each(k, v), strict=True):
@@ -598,6 +598,8 @@ class Contents:
                 list(zip(self.keys, self.key_levels, strict=True)),
                 list(zip(self.values, self.value_levels, strict=True)),
                 sinks=(*self.sink_keys, *self.sink_values),
+                groups=(*self.key_groups, *self.value_groups),
+                storage=self.storage if self.is_quantized else None,
                 row=row,
                 pad=pad,
                 length=self.length,
@@ -640,6 +642,11 @@ class Contents:
             return q.new_zeros((*q.shape[:3], v.shape[3]))
         if self.is_quantized:
             self._check_no_gradient(q, k, v, options)
+            is_single = q.shape[2] == 1 and backend == "auto" and options.has_scale_only
+            if is_single and (step := self._next_step(kept_k, kept_v)) is not None:
+                out = step.attend(q, kept_k, kept_v, options.scale, self.length, self._overwritten)
+                self.length += 1
+                return out
             keys, values = self.dense_keys(kept_k), self.dense_values(kept_v)
             out = self._over_quantized(q, keys, values, values, self.layout, options, backend)
             self._append(kept_k, kept_v)
@@ -735,6 +742,28 @@ class Contents:
                 )
                 first = end
         return out
+
+    def _quantize_held(self, position: int, pad: int) -> bool:
+        """Quantizes what a query at ``position`` reads so, of tokens that are all held; false where the token
+        itself is one of them.
+        """
+        assert self.storage is not None
+        exact = self.storage.first_exact(position)
+        if exact > position:
+            return False
+        for stores, groups, levels in (
+            (self.keys, self.key_groups, self.key_levels),
+            (self.values, self.value_groups, self.value_levels),
+        ):
+            for store, quantized, level in zip(stores, groups, levels, strict=True):
+                if quantized is None or quantized.end[0] >= exact:
+                    continue
+                assert isinstance(level, RecentLevel)
+                first = quantized.end[0]
+                held = store.read(slice(None), first, exact, 0).transpose(2, 3).clone()  # not the exact numbers
+                self._quantize_level(quantized, level, 0, slice(None), -first, position, held)
+                self._step = None
+        return True
 
     def _quantize(self, length: int, k: Tensor, v: Tensor) -> None:
         """Quantizes what has left the residual when there are ``length`` tokens, of those so far and new
@@ -852,7 +881,7 @@ class Contents:
         """
         assert self._mark is not None
         self._mark.put_back()
-        if self._mark.pages:
+        if self._mark.pages or self._mark.groups:
             self._step = None
         if self.layout is not self._mark.layout:
             was_uniform = self.is_uniform

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from structattn.cache.levels import Level, Softmax
-from structattn.cache.storage import LevelStore
+from structattn.cache.storage import GroupStore, LevelStore, Storage
 from structattn.layout.scaling import Scaling, score_factors
 from structattn.ops.checks import is_eager, is_plain, is_quiet
 from structattn.ops.native import library
@@ -57,6 +57,7 @@ class Step:
         softmaxes, chunk_size: of the cache.
         keys, values: its stores, with their levels; each has a slot for the next position.
         sinks: its sink tokens, keys and values, all of which are there.
+        groups, storage: its quantized tokens, for each of keys and values, and how they are stored.
         row, pad: of the layout, and the padding of all rows.
         length: tokens so far, padding included.
         k, v: the next token, (B, G, 1, D) and (B, Gv, 1, V), of the dtype of what is kept.
@@ -73,6 +74,8 @@ class Step:
         values: Sequence[tuple[LevelStore, Level]],
         *,
         sinks: Sequence[LevelStore] = (),
+        groups: Sequence[GroupStore | None] = (),
+        storage: Storage | None = None,
         row: int,
         pad: int,
         length: int,
@@ -80,20 +83,29 @@ class Step:
         v: Tensor,
     ) -> None:
         self._stores, self._row, self._pad = [*keys, *values], row, pad
-        pages = [page for store in (*(store for store, _ in self._stores), *sinks) for page in store.pages]
-        self._pages = [buffer.flatten(0, 1) for page in pages for buffer in page.buffers]
+        quantized = list(groups) or [None] * len(self._stores)
+        self._pages = []
+        for (store, _), codes in (*zip(self._stores, quantized, strict=True), *(((sink, None), None) for sink in sinks)):
+            self._pages += [buffer.flatten(0, 1) for page in store.pages for buffer in page.buffers]
+            if codes is not None:
+                self._pages += [x.flatten(0, 1) for page in codes.pages for x in page]
         position = length - pad
         stop = position + 1 if any(level.has_segments for _, level in self._stores) else _NEVER
         num_sinks = softmaxes[0].layout.sink_tokens
-        plan = [-1, chunk_size or 0, num_sinks, len(softmaxes), *(len(softmax.levels) for softmax in softmaxes)]
-        for store, level in self._stores:
+        size, residual = (1, 0) if storage is None else (storage.group_size, storage.residual)
+        plan = [-1, chunk_size or 0, num_sinks, size, residual, len(softmaxes)]
+        plan += [len(softmax.levels) for softmax in softmaxes]
+        if storage is not None:  # from there on another group is quantized
+            stop = min(stop, storage.first_exact(position) + size + residual - 1)
+        for (store, level), codes in zip(self._stores, quantized, strict=True):
             start = level.start(position, row)
             block, begins = (0, start) if level.has_segments else (level.block_size, -1)
             plan += (block, begins, store.ring or 0, level.window or 0, store.dim, store.num_pages)
+            plan += (0, 0, 0) if codes is None else (codes.bits, codes.ring or 0, len(codes.pages))
             if store.longest is None or store.capacity < store.longest:
                 stop = min(stop, store.capacity + (0 if store.ring is not None else start))
         for store in sinks:
-            plan += (0, -1, 0, 0, store.dim, store.num_pages)
+            plan += (0, -1, 0, 0, store.dim, store.num_pages, 0, 0, 0)
         self.lengths = range(length, stop + pad)
         self._levels = tuple((softmax.layout.ranks, softmax.layout.scaling) for softmax in softmaxes)
         self._shapes = k.shape, v.shape

@@ -8,6 +8,7 @@
 #include <ATen/ops/empty.h>
 
 #include <cmath>
+#include <cstring>
 #include <optional>
 #include <vector>
 
@@ -87,12 +88,187 @@ T dot(const T* a, const T* b, int64_t size) {
   return total;
 }
 
+// Codes of a group as vectors of numbers: of 8 bits `bytes`, of 4 bits those in the low and those in the high halves.
+template <typename T>
+struct Codes {
+  using V = Vec<T>;
+  static constexpr int64_t W = V::size();
+  // Of a dimension, whose bytes are read at once: enough sums for products that do not wait for each other.
+  static constexpr int64_t kBytes = 32;
+
+  static V bytes(const uint8_t* x) { return of<0, 255>(x); }
+  static V low(const uint8_t* x) { return of<0, 15>(x); }
+  static V high(const uint8_t* x) { return of<4, 15>(x); }
+
+ private:
+  template <int kShift, int kMask>
+  static V of(const uint8_t* x) {
+#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
+    if constexpr (std::is_same_v<T, float>) {
+      __m128i all;
+      if constexpr (W == 16)
+        all = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x));
+      else
+        all = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(x));
+      if constexpr (kShift > 0) all = _mm_srli_epi16(all, kShift);
+      if constexpr (kMask < 255) all = _mm_and_si128(all, _mm_set1_epi8(kMask));
+#if defined(CPU_CAPABILITY_AVX512)
+      return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(all));
+#else
+      return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(all));
+#endif
+    }
+#endif
+    T out[W];
+    for (int64_t n = 0; n < W; ++n) out[n] = static_cast<T>((x[n] >> kShift) & kMask);
+    return V::loadu(out);
+  }
+};
+
+// Adds factor[d] code[d, c], summed over d, to the positions c that some bytes of each dimension hold: of 8 bits
+// `low` ... ; of 4 bits those from `low` on in the low halves, from `high` on in the high ones.
+template <typename T, bool kIsByte>
+void add_codes(const T* factor, const uint8_t* codes, int64_t stride, int64_t dims, T* low, T* high) {
+  using C = Codes<T>;
+  constexpr int64_t kCount = C::kBytes * (kIsByte ? 2 : 1) / C::W;
+  Vec<T> lower[kCount], upper[kCount];
+  for (int64_t n = 0; n < kCount; ++n) {
+    lower[n] = Vec<T>::loadu(low + n * C::W);
+    if constexpr (!kIsByte) upper[n] = Vec<T>::loadu(high + n * C::W);
+  }
+  for (int64_t d = 0; d < dims; ++d, codes += stride) {
+    const Vec<T> scale(factor[d]);
+    for (int64_t n = 0; n < kCount; ++n) {
+      const uint8_t* const x = codes + n * C::W;
+      if constexpr (kIsByte) {
+        lower[n] = at::vec::fmadd(scale, C::bytes(x), lower[n]);
+      } else {
+        lower[n] = at::vec::fmadd(scale, C::low(x), lower[n]);
+        upper[n] = at::vec::fmadd(scale, C::high(x), upper[n]);
+      }
+    }
+  }
+  for (int64_t n = 0; n < kCount; ++n) {
+    lower[n].store(low + n * C::W);
+    if constexpr (!kIsByte) upper[n].store(high + n * C::W);
+  }
+}
+
+// Room for what is computed of a group.
+template <typename T>
+struct GroupRoom {
+  std::vector<T> scale, zero, sums, lanes;
+  GroupRoom(int64_t group_size, int64_t dims)
+      : scale(std::max(group_size, dims)), zero(scale.size()), sums(group_size), lanes(dims * Codes<T>::W) {}
+};
+
+template <typename T>
+void copy_numbers(const T* from, int64_t count, T* to) {
+  std::copy(from, from + count, to);
+}
+inline void copy_numbers(const at::Half* from, int64_t count, float* to) {
+  int64_t n = 0;
+#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
+  for (; n + 8 <= count; n += 8)
+    _mm256_storeu_ps(to + n, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + n))));
+#endif
+  for (; n < count; ++n) to[n] = from[n];
+}
+
+// out[c] = before * out[c] + sum over d of q[d] (zero[d] + scale[d] code[d, c]) for the positions of a span.
+template <typename T>
+void add_group_scores(const T* q, const GroupSpan<T>& span, int64_t row, int64_t group_size, GroupRoom<T>& room, T* out) {
+  const int64_t at_once = Codes<T>::kBytes * (span.bits == 8 ? 2 : 1);
+  const uint8_t* codes = span.codes + row * span.row_stride;
+  copy_numbers(span.scale + row * span.scale_stride, span.dims, room.scale.data());
+  copy_numbers(span.zero + row * span.scale_stride, span.dims, room.zero.data());
+  const T base = dot<T>(q, room.zero.data(), span.dims);
+  for (int64_t d = 0; d < span.dims; ++d) room.scale[d] *= q[d];
+  const int64_t half = group_size / 2, bytes = span.bits == 8 ? group_size : half;
+  T* const sums = room.sums.data();
+  std::fill(sums, sums + group_size, T(0));
+  int64_t c = 0;
+  for (; c + at_once <= bytes; c += at_once) {
+    if (span.bits == 8)
+      add_codes<T, true>(room.scale.data(), codes + c, bytes, span.dims, sums + c, nullptr);
+    else
+      add_codes<T, false>(room.scale.data(), codes + c, bytes, span.dims, sums + c, sums + half + c);
+  }
+  for (int64_t d = 0; d < span.dims && c < bytes; ++d)
+    for (int64_t n = c; n < bytes; ++n) {
+      const uint8_t x = codes[d * bytes + n];
+      if (span.bits == 8) {
+        sums[n] += room.scale[d] * static_cast<T>(x);
+      } else {
+        sums[n] += room.scale[d] * static_cast<T>(x & 15);
+        sums[half + n] += room.scale[d] * static_cast<T>(x >> 4);
+      }
+    }
+  for (int64_t n = 0; n < span.size; ++n)
+    out[n] = (span.before == 0 ? T(0) : span.before * out[n]) + base + sums[span.skip + n];
+}
+
+// Adds the values of a span, weighed, to out (dims), and to `room.lanes`, which are to be summed for each dimension.
+template <typename T>
+void add_group_values(const T* weight, const GroupSpan<T>& span, int64_t row, int64_t group_size, GroupRoom<T>& room,
+                      T* out) {
+  using C = Codes<T>;
+  const uint8_t* codes = span.codes + row * span.row_stride;
+  const int64_t half = group_size / 2, bytes = span.bits == 8 ? group_size : half;
+  for (int64_t first = 0, part = 0; first < span.dims; first += group_size, ++part) {
+    const int64_t at = row * span.scale_stride + part * group_size;
+    T *const scaled = room.scale.data(), *const zero = room.zero.data();
+    copy_numbers(span.scale + at, group_size, scaled);
+    copy_numbers(span.zero + at, group_size, zero);
+    const T base = dot<T>(weight, zero + span.skip, span.size);
+    std::fill(scaled, scaled + span.skip, T(0));
+    for (int64_t n = 0; n < span.size; ++n) scaled[span.skip + n] *= weight[n];
+    const int64_t last = std::min(first + group_size, span.dims);
+    for (int64_t d = first; d < last; ++d) {
+      const uint8_t* const own = codes + d * bytes;
+      Vec<T> sum = Vec<T>::loadu(room.lanes.data() + d * C::W), other(0);
+      T total = base;
+      int64_t c = 0;
+      if (span.bits == 8) {
+        for (; c + 2 * C::W <= bytes; c += 2 * C::W) {
+          sum = at::vec::fmadd(Vec<T>::loadu(scaled + c), C::bytes(own + c), sum);
+          other = at::vec::fmadd(Vec<T>::loadu(scaled + c + C::W), C::bytes(own + c + C::W), other);
+        }
+        for (; c < bytes; ++c) total += scaled[c] * static_cast<T>(own[c]);
+      } else {
+        for (; c + C::W <= bytes; c += C::W) {
+          sum = at::vec::fmadd(Vec<T>::loadu(scaled + c), C::low(own + c), sum);
+          other = at::vec::fmadd(Vec<T>::loadu(scaled + half + c), C::high(own + c), other);
+        }
+        for (; c < bytes; ++c)
+          total += scaled[c] * static_cast<T>(own[c] & 15) + scaled[half + c] * static_cast<T>(own[c] >> 4);
+      }
+      (sum + other).store(room.lanes.data() + d * C::W);
+      out[d] += total;
+    }
+  }
+}
+
 // The scores of one softmax, and the values that they weigh.
 template <typename T>
 struct Weighed {
   int64_t columns;
   std::vector<CacheSpan<T>> keys, values;
+  std::vector<GroupSpan<T>> key_groups, value_groups;
 };
+
+// Adds what a query sees of a level from position `first` on.
+template <typename T>
+void add_level(const Kept& kept, const Stored& level, int64_t first, int64_t position, int64_t low, int64_t dim, T before,
+               std::vector<CacheSpan<T>>& spans, std::vector<GroupSpan<T>>& groups) {
+  const int64_t begin = level.begin(position, kept.chunk);
+  int64_t exact = first;
+  if (level.quantized.bits) {
+    exact = std::max(first, first_exact(kept, position));
+    add_groups<T>(level, first, exact, begin, low, dim, before, kept.group_size, groups);
+  }
+  add_spans<T>(level, exact, position, begin, low, dim, before, spans);
+}
 
 template <typename T>
 std::vector<Weighed<T>> weighed(const Kept& kept, int64_t position, const T* before) {
@@ -101,11 +277,11 @@ std::vector<Weighed<T>> weighed(const Kept& kept, int64_t position, const T* bef
   for (const std::vector<Stored>& levels : kept.keys) {
     const int64_t sinks = kept.num_sinks, first_seen = levels[0].seen(position, kept.chunk, sinks);
     const int64_t low = first_seen - sinks;  // the columns are sink tokens, then the positions from the first one seen
-    Weighed<T> one{position + 1 - low, {}, {}};
+    Weighed<T> one{position + 1 - low, {}, {}, {}, {}};
     for (const Stored& level : levels) {
       if (sinks) add_spans<T>(kept.sinks[0], 0, sinks - 1, 0, 0, dim, *before, one.keys, dim, level.dims);
-      add_spans<T>(level, level.seen(position, kept.chunk, sinks), position, level.begin(position, kept.chunk), low, dim,
-                   *before++, one.keys);
+      add_level<T>(kept, level, level.seen(position, kept.chunk, sinks), position, low, dim, *before++, one.keys,
+                   one.key_groups);
       dim += level.dims;
     }
     if (sinks) add_spans<T>(kept.sinks[1], 0, sinks - 1, 0, 0, 0, T(0), one.values);
@@ -114,7 +290,7 @@ std::vector<Weighed<T>> weighed(const Kept& kept, int64_t position, const T* bef
       const Stored& level = kept.values[n];
       // Hierarchical values have the levels of the keys; others are all that the softmax sees.
       const int64_t first = n ? level.seen(position, kept.chunk, sinks) : first_seen;
-      add_spans<T>(level, first, position, level.begin(position, kept.chunk), low, value_dim, T(0), one.values);
+      add_level<T>(kept, level, first, position, low, value_dim, T(0), one.values, one.value_groups);
       value_dim += level.dims;
     }
     out.push_back(std::move(one));
@@ -126,7 +302,7 @@ std::vector<Weighed<T>> weighed(const Kept& kept, int64_t position, const T* bef
 // head read its row.
 template <typename T>
 void attend(const at::Tensor& query, const Order& order, const T* factors, const std::vector<Weighed<T>>& softmaxes,
-            int64_t key_rows, int64_t value_rows, at::Tensor& out) {
+            int64_t key_rows, int64_t value_rows, int64_t group_size, at::Tensor& out) {
   const int64_t heads = query.size(1), rows = query.size(0) * heads, dim = query.size(3), value_dim = out.size(3);
   const int64_t per_key = rows / key_rows, per_value = rows / value_rows;
   const T* q = query.const_data_ptr<T>();
@@ -135,6 +311,7 @@ void attend(const at::Tensor& query, const Order& order, const T* factors, const
   for (const Weighed<T>& one : softmaxes) columns = std::max(columns, one.columns);
   at::parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) {
     std::vector<T> scaled(dim), weight(columns);
+    GroupRoom<T> room(group_size, std::max(dim, value_dim));
     for (int64_t r = begin; r < end; ++r) {
       const T* from = q + r / heads * query.stride(0) + r % heads * query.stride(1);
       const int64_t* at = order.of(r % heads, heads);
@@ -142,14 +319,27 @@ void attend(const at::Tensor& query, const Order& order, const T* factors, const
       T* sums = to + r * value_dim;
       std::fill(sums, sums + value_dim, T(0));
       for (const Weighed<T>& one : softmaxes) {
-        for (const CacheSpan<T>& span : one.keys)
+        // Levels in their order: what one adds changes the scale of the sum so far.
+        auto group = one.key_groups.begin();
+        for (const CacheSpan<T>& span : one.keys) {
+          for (; group != one.key_groups.end() && group->first <= span.first; ++group)
+            add_group_scores<T>(scaled.data() + group->first, *group, r / per_key, group_size, room, weight.data() + group->column);
           add_scores<T>(scaled.data() + span.first, span.numbers + r / per_key * span.row_stride, span.stride,
                         span.dims, span.size, span.before, weight.data() + span.column);
+        }
         softmax<T>(weight.data(), one.columns);
         for (const CacheSpan<T>& span : one.values) {
           const T* numbers = span.numbers + r / per_value * span.row_stride;
           for (int64_t d = 0; d < span.dims; ++d)
             sums[span.first + d] += dot<T>(weight.data() + span.column, numbers + d * span.stride, span.size);
+        }
+        for (size_t n = 0; n < one.value_groups.size(); ++n) {
+          const GroupSpan<T>& span = one.value_groups[n];
+          if (n == 0 || span.first != one.value_groups[n - 1].first) std::fill(room.lanes.begin(), room.lanes.end(), T(0));
+          add_group_values<T>(weight.data() + span.column, span, r / per_value, group_size, room, sums + span.first);
+          if (n + 1 < one.value_groups.size() && one.value_groups[n + 1].first == span.first) continue;
+          for (int64_t d = 0; d < span.dims; ++d)
+            for (int64_t w = 0; w < Codes<T>::W; ++w) sums[span.first + d] += room.lanes[d * Codes<T>::W + w];
         }
       }
     }
@@ -177,7 +367,7 @@ at::Tensor stepped(const std::optional<at::Tensor>& q, const at::Tensor& k, cons
   if (!q) return out;
   const T* const factor = factors.const_data_ptr<T>();
   attend<T>(*q, Order(order), factor, weighed<T>(kept, position, factor + q->size(3)), keys[0].rows(),
-            kept.values[0].rows(), out);
+            kept.values[0].rows(), kept.group_size, out);
   return out;
 }
 

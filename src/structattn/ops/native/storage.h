@@ -6,9 +6,26 @@
 
 #include <algorithm>
 #include <optional>
+#include <type_traits>
 #include <vector>
 
 namespace structattn {
+
+// Codes of quantized tokens: group m has positions m g ... (m + 1) g - 1. Of each page three tensors: codes (rows, slots,
+// dims, bytes), scales and zeros (rows, slots, numbers of a group).
+struct Quantized {
+  int64_t bits = 0;   // 0 where nothing is quantized
+  int64_t ring = 0;   // slots of a ring, 0 for none
+  const at::Tensor* pages = nullptr;
+  int64_t num_pages = 0;
+
+  // The page of a slot; `slot` becomes that in the page.
+  const at::Tensor* page(int64_t& slot) const {
+    for (int64_t n = 0; n < num_pages; slot -= pages[3 * n++].size(1))
+      if (slot < pages[3 * n].size(1)) return pages + 3 * n;
+    TORCH_CHECK(false, "a level of the cache has no slot for a group");
+  }
+};
 
 // A level of the keys or of the values of a cache.
 struct Stored {
@@ -18,6 +35,7 @@ struct Stored {
   int64_t dims;
   const at::Tensor* pages;  // (rows, dims, slots)
   int64_t num_pages;
+  Quantized quantized;  // what is before the exact numbers
 
   int64_t rows() const { return pages[0].size(0); }
 
@@ -50,6 +68,32 @@ struct CacheSpan {
   T before;  // what the scores of these columns are multiplied by before this level is added; 0 where nothing was
 };
 
+// Some positions of a group of codes, as `CacheSpan`: those from `skip` on.
+template <typename T>
+struct GroupSpan {
+  using Scale = std::conditional_t<std::is_same_v<T, double>, double, at::Half>;
+  const uint8_t* codes;
+  const Scale *scale, *zero;
+  int64_t row_stride, scale_stride, bits, dims, skip, size, column, first;
+  T before;
+};
+
+// The spans of positions first ... last - 1 of a level, which are quantized.
+template <typename T>
+void add_groups(const Stored& level, int64_t first, int64_t last, int64_t begin, int64_t low, int64_t dim, T before,
+                int64_t group_size, std::vector<GroupSpan<T>>& out) {
+  using Scale = typename GroupSpan<T>::Scale;
+  const Quantized& from = level.quantized;
+  for (int64_t group = first / group_size; first < last && group * group_size < last; ++group) {
+    int64_t slot = from.ring ? group % from.ring : group - begin / group_size;
+    const at::Tensor* page = from.page(slot);
+    const int64_t start = group * group_size, skip = std::max<int64_t>(0, first - start);
+    const auto scale = [&](int64_t n) { return page[n].const_data_ptr<Scale>() + slot * page[n].stride(1); };
+    out.push_back({page[0].const_data_ptr<uint8_t>() + slot * page[0].stride(1), scale(1), scale(2), page[0].stride(0),
+                   page[1].stride(0), from.bits, level.dims, skip, group_size - skip, start + skip - low, dim, before});
+  }
+}
+
 // The spans of positions first ... last of a level, whose columns begin at `low`. Its numbers are those of dimensions
 // dim ... of queries, from number `from` on where it holds others as well.
 template <typename T>
@@ -70,20 +114,21 @@ void add_spans(const Stored& level, int64_t first, int64_t last, int64_t begin, 
 
 // What a cache keeps, from the numbers that `native_decode.Step` writes.
 struct Kept {
-  int64_t chunk, num_sinks;
+  int64_t chunk, num_sinks, group_size, residual;
   std::vector<std::vector<Stored>> keys;  // of each softmax
   std::vector<Stored> values;
   std::vector<Stored> sinks;  // keys and values of the sink tokens, in all dimensions; none where there are none
 
   Kept(const at::Tensor& plan, const at::TensorList pages) {
-    const int64_t *p = plan.const_data_ptr<int64_t>(), *const end = p + plan.numel(), *counts = p + 4;
+    const int64_t *p = plan.const_data_ptr<int64_t>(), *const end = p + plan.numel(), *counts = p + 6;
     size_t page = 0;
-    chunk = p[1], num_sinks = p[2];
-    keys.resize(p[3]);
-    p = counts + p[3];
+    chunk = p[1], num_sinks = p[2], group_size = p[3], residual = p[4];
+    keys.resize(p[5]);
+    p = counts + p[5];
     const auto next = [&] {
-      const Stored found{p[0], p[1], p[2], p[3], p[4], pages.data() + page, p[5]};
-      page += p[5], p += 6;
+      const at::Tensor *const exact = pages.data() + page, *const groups = exact + p[5];
+      const Stored found{p[0], p[1], p[2], p[3], p[4], exact, p[5], {p[6], p[7], groups, p[8]}};
+      page += p[5] + 3 * p[8], p += 9;
       return found;
     };
     for (std::vector<Stored>& levels : keys)
@@ -95,6 +140,12 @@ struct Kept {
     }
   }
 };
+
+// The first position whose exact numbers a query sees, where others are quantized.
+inline int64_t first_exact(const Kept& kept, int64_t position) {
+  const int64_t past = position + 1 - kept.residual;
+  return past <= 0 ? 0 : past / kept.group_size * kept.group_size;
+}
 
 // The dimension of queries and keys at each position in the order of the levels: one for all heads, or one for each
 // key head.

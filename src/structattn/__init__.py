@@ -18,7 +18,7 @@ from structattn import text_forms
 TYPE_CHECKING = False  # that of ``typing``, whose import takes longer than all else here
 if TYPE_CHECKING:
     from structattn import cache, errors, matrices, mup, ops, parallel
-    from structattn.cache import LayerCaches, LevelCache
+    from structattn.cache import LayerCaches, LevelCache, Storage
     from structattn.layers import scoring
     from structattn.layers.attention import Attention
     from structattn.layers.attention_function import AttentionFunction, attention_function
@@ -46,6 +46,7 @@ _HOMES = {
     "LanguageModel": "models.language_model",
     "LayerCaches": "cache",
     "LevelCache": "cache",
+    "Storage": "cache",
     "LevelLayout": "layout",
     "Rotary": "layers.rotary",
     "RotaryScaling": "layers.rotary",
@@ -109,6 +110,7 @@ __all__ = [
     "Rotary",
     "RotaryScaling",
     "Sampling",
+    "Storage",
     "StructuredLinear",
     "TextLayout",
     "TextUnits",

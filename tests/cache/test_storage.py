@@ -10,7 +10,7 @@ import torch
 
 import structattn as sa
 from structattn.cache import native_decode
-from structattn.cache.storage import FullPage, Page, LevelStore
+from structattn.cache.storage import FullPage, LevelStore, Page
 
 
 class NegatedPage(Page):

@@ -4,9 +4,8 @@ layout counts.
 
 from __future__ import annotations
 
-from typing import Any
-
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch

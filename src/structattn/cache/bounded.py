@@ -42,7 +42,7 @@ def _held(level: Level, slots: int, last: Tensor) -> Tensor:
 
 
 def _seen(level: Level, position: Tensor, last: Tensor) -> Tensor:
-    """Whether the token at ``last`` (B, 1) shares a level with positions, and sees them, sink tokens aside."""
+    """Whether the token at ``last`` (B, 1) shares a level with positions, and sees them; not sink tokens."""
     seen = (position >= _start(level, last)) & (position <= last)
     if sinks := level.layout.sink_tokens:
         seen = seen & (position >= sinks)
@@ -62,9 +62,10 @@ class BoundedLevels:
     them.
 
     The tensors are those of the levels of the keys, then those of the values, then those of the sink tokens,
-    of keys and of values: (B, heads, rank, slots). A level has a slot for each position of its longest block (or window), and at most ``max_length``. A token
-    is written over what its slot held in the block before; slots that the current block has not reached are
-    hidden, so that nothing is reset at the border of a block.
+    of keys and of values: (B, heads, rank, slots). A level has a slot for each position of its longest block
+    (or window), and at most ``max_length``. A token is written over what its slot held in the block before;
+    slots that the current block has not reached are hidden, so that nothing is reset at the border of a
+    block.
 
     Args:
         layout, window: as of ``LevelCache``.

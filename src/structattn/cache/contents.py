@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple, Self
@@ -210,7 +210,8 @@ class Contents:
         """Stores for what is quantized of each level."""
         if self.storage is None:
             return [None] * len(levels)
-        size, found = self.storage.group_size, []
+        size = self.storage.group_size
+        found: list[GroupStore | None] = []
         for level, bits in zip(levels, self.storage.bits(name, len(levels)), strict=True):
             if not isinstance(level, RecentLevel):
                 found.append(None)
@@ -283,12 +284,14 @@ class Contents:
     @property
     def key_nbytes(self) -> int:
         """Bytes that are allocated for keys (or for the latent state)."""
-        return sum(store.nbytes for store in (*self.keys, *self.sink_keys, *filter(None, self.key_groups)))
+        quantized = sum(store.nbytes for store in self.key_groups if store is not None)
+        return quantized + sum(store.nbytes for store in (*self.keys, *self.sink_keys))
 
     @property
     def value_nbytes(self) -> int:
         """Bytes that are allocated for values."""
-        return sum(store.nbytes for store in (*self.values, *self.sink_values, *filter(None, self.value_groups)))
+        quantized = sum(store.nbytes for store in self.value_groups if store is not None)
+        return quantized + sum(store.nbytes for store in (*self.values, *self.sink_values))
 
     # Rows: one for all where they are at the same positions with the same blocks, else one per row of the
     # batch.
@@ -421,11 +424,15 @@ class Contents:
                 begin = max(first[number] // size, level.first_group(position, row))
                 slots = [store.slot(at, level.start(at * size, row)) for at in range(begin, end[number] // size)]
                 if slots and max(slots) >= store.capacity:
-                    raise CheckpointError(f"quantized tokens have {store.capacity} groups, and {max(slots) + 1} are needed")
+                    raise CheckpointError(
+                        f"quantized tokens have {store.capacity} groups, and {max(slots) + 1} are needed"
+                    )
         if names:
             raise CheckpointError(f"expected no tensor {sorted(names)[0]!r}")
 
-    def _check_held(self, name: str, store: LevelStore, level: Level, slots: int, oldest: int, row: int, pad: int) -> None:
+    def _check_held(
+        self, name: str, store: LevelStore, level: Level, slots: int, oldest: int, row: int, pad: int
+    ) -> None:
         """Raises ``CheckpointError`` unless a tensor has a slot for each position from ``oldest`` on."""
         last = self.length - 1 - pad
         if last < 0:
@@ -780,8 +787,8 @@ class Contents:
     def _quantize_row(
         self, number: int, batch: slice, pad: int, position: int, keys: Tensor, values: Tensor | None
     ) -> None:
-        """Quantizes the groups of a row that a query at ``position`` reads so, and writes what is read of them
-        into dense keys and values.
+        """Quantizes the groups of a row that a query at ``position`` reads so, and writes what is read of
+        them into dense keys and values.
         """
         assert self.storage is not None
         exact = self.storage.first_exact(position)

@@ -298,7 +298,9 @@ def _latent_scores(
         query = u[:, :, :, number].flatten(1, 3)[:, None]  # B, 1, H * T * A, E
         spans = list(columns.spans(stores, softmax.levels[0], number + 1))
         if sinks and number == len(per_count) - 1:
-            spans.append(([sink_tokens(store, columns.num_sinks) for store in sinks], _Slice(slice(0, columns.num_sinks))))
+            spans.append(
+                ([sink_tokens(store, columns.num_sinks) for store in sinks], _Slice(slice(0, columns.num_sinks)))
+            )
         for (states, *rstds), target in spans:
             score = product(query, states).view(batch, heads, tokens, u.shape[4], -1)
             for rstd in rstds:  # (B, 1, key heads * A, n)
@@ -413,7 +415,9 @@ def attention(q: Tensor, view: KeyValueView, options: ScoreTerms) -> Tensor:
             sums.append(weight.new_zeros((*weight.shape[:3], store.dim)) if total is None else total)
         values = sums[0] if len(sums) == 1 else torch.cat(sums, dim=3)
         for store in view.sink_values:
-            values = values + product(weight[..., : columns.num_sinks], sink_tokens(store, columns.num_sinks).transpose(2, 3))
+            values = values + product(
+                weight[..., : columns.num_sinks], sink_tokens(store, columns.num_sinks).transpose(2, 3)
+            )
         out = values if out is None else out + values
     assert out is not None
     return out.view(batch, heads, tokens, -1).to(kind)

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from structattn.cache.contents import OtherLatentError
+from structattn.cache.storage import Storage
 from structattn.checks import check_device, check_path, describe, quoted
 from structattn.errors import CheckpointError, ConfigError, StructAttnError
 from structattn.layout.global_window import GlobalWindowLayout, Layout
 from structattn.layout.levels import LevelLayout
-from structattn.cache.storage import Storage
 from structattn.layout.text import TextHistory, TextLayout, TextUnits, Unit
 from structattn.tensor_files import read_tensors, write_tensors
 from structattn.typed_records import read_as

@@ -30,7 +30,16 @@ from structattn.ops import Backend
 from structattn.ops.checks import autocasted
 from structattn.ops.terms import ScoreTerms
 
-_OPTIONS = ("layout", "window", "chunk_size", "max_length", "page_size", "latent", "text", "storage")  # of what it keeps
+_OPTIONS = (
+    "layout",
+    "window",
+    "chunk_size",
+    "max_length",
+    "page_size",
+    "latent",
+    "text",
+    "storage",
+)  # of what it keeps
 _SAVED = ("window", "chunk_size", "max_length", "page_size", "left_padding")  # options that a file holds
 
 
@@ -551,9 +560,7 @@ class LevelCache(OneLayerCache):
                 raise CheckpointError(
                     f"levels of text units {plain['text']} need the segments of a text, got {describe(layout)}"
                 )
-            text = TextLayout(
-                layout.ranks, plain["text"], layout.scaling, layout.value_ranks, layout.sink_tokens
-            )
+            text = TextLayout(layout.ranks, plain["text"], layout.scaling, layout.value_ranks, layout.sink_tokens)
         cache = cls(text or layout, latent=latent, storage=plain["storage"], **{name: plain[name] for name in _SAVED})
         cache._restore(plain, tensors, layout)
         return cache

@@ -85,7 +85,10 @@ class Step:
         self._stores, self._row, self._pad = [*keys, *values], row, pad
         quantized = list(groups) or [None] * len(self._stores)
         self._pages = []
-        for (store, _), codes in (*zip(self._stores, quantized, strict=True), *(((sink, None), None) for sink in sinks)):
+        for (store, _), codes in (
+            *zip(self._stores, quantized, strict=True),
+            *(((sink, None), None) for sink in sinks),
+        ):
             self._pages += [buffer.flatten(0, 1) for page in store.pages for buffer in page.buffers]
             if codes is not None:
                 self._pages += [x.flatten(0, 1) for page in codes.pages for x in page]

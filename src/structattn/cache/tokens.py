@@ -134,7 +134,7 @@ def check_options(layout: Any, latent: Any, storage: Any, **sizes: Any) -> None:
         _check_storage(storage, layout, latent)
     if latent is not None and not all(hasattr(latent, name) for name in ("key_dim", "num_rstd", "can_absorb")):
         raise ConfigError(f"latent must be a Latent, such as Attention.latent, or None, got {describe(latent)}")
-    if sizes.get("chunk_size") is not None and getattr(layout, "sink_tokens", 0):
+    if sizes.get("chunk_size") is not None and isinstance(layout, LevelLayout | TextLayout) and layout.sink_tokens:
         raise ConfigError("tokens of a chunk see no other chunk, and so no sink tokens: leave chunk_size at None")
     if sizes.get("window") is not None and isinstance(layout, GlobalWindowLayout):
         raise ConfigError("a global-window layout has its own window: leave window at None")

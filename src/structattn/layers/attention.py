@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from structattn import text_forms
-from structattn.cache import PAGE_SIZE, LevelCache
+from structattn.cache import PAGE_SIZE, LevelCache, Storage
 from structattn.cache.bounded import BoundedCache, LayerCache
 from structattn.cache.compiled import attend_compiled
 from structattn.cache.numbers import NumberedLayer, is_traced
@@ -381,12 +381,14 @@ class Attention(AttentionLayer, NumberedLayer):
         page_size: int = PAGE_SIZE,
         left_padding: Tensor | Sequence[int] | None = None,
         keys: KeyCache = "smaller",
+        storage: Storage | None = None,
     ) -> LevelCache:
         """An empty cache for decoding with ``forward(x, cache=cache)``; raises ``ConfigError`` unless the
         attention is causal.
 
         Args:
-            max_length, page_size, left_padding: see ``LevelCache``.
+            max_length, page_size, left_padding, storage: see ``LevelCache``. With a storage keys are kept,
+                not hidden states.
             keys: ``"features"`` keeps keys, by level; ``"hidden"`` the hidden state, E numbers for all heads
                 together (and one per head and norm); ``"smaller"`` what is smaller at ``max_length``
                 (default: the context of the layout, else 1,024).
@@ -397,7 +399,10 @@ class Attention(AttentionLayer, NumberedLayer):
         if max_length is not None:
             check_size("max_length", max_length, MAX_LENGTH)
         latent: ScoringLatent | None = None
-        if keys != "features" and self.scoring.cached_order != "formed_left":  # there the keys are the hidden state
+        if storage is not None and keys == "hidden":
+            raise ConfigError("a storage is for keys: leave keys at 'smaller' or 'features'")
+        is_key_state = self.scoring.cached_order == "formed_left"  # the keys are the hidden state
+        if keys != "features" and storage is None and not is_key_state:
             latent = self.latent
             blocks = self.layout.block_sizes if isinstance(self.layout, LevelLayout) else None
             length = max_length or (blocks[0] if blocks else 1024)
@@ -411,6 +416,7 @@ class Attention(AttentionLayer, NumberedLayer):
             page_size=page_size,
             left_padding=left_padding,
             latent=latent,
+            storage=storage,
         )
         cache.bind(self)
         return cache

@@ -261,7 +261,9 @@ def attention_function(
     return AttentionFunction(
         layout=resolved,
         window=window,
-        rotary=None if rotary is None or isinstance(resolved, SinkWindow | None) else rotation_of(rotary, resolved.head_dim),
+        rotary=None
+        if rotary is None or isinstance(resolved, SinkWindow | None)
+        else rotation_of(rotary, resolved.head_dim),
         rotary_split=rotary_split,
         tensor_layout=tensor_layout,
         backend=backend,

@@ -71,7 +71,7 @@ class LevelCounts(ABC):
         if self.windows is not None:
             if (window := self.windows[level - 1]) is None:
                 return 0
-            # Query p does not reach the first p - window + 1 tokens, of which `count` are sink tokens at most.
+            # Query p does not reach the first p - window + 1 tokens; `count` of them are sink tokens at most.
             far = max(0, num_positions - window)
             near = min(far, count)
             before = near * (near + 1) // 2 + (far - near) * count

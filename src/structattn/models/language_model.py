@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from structattn.cache import PAGE_SIZE, LayerCaches
+from structattn.cache import PAGE_SIZE, LayerCaches, Storage
 from structattn.cache.layers import guarded
 from structattn.checks import (
     MAX_LENGTH,
@@ -202,9 +202,12 @@ class LanguageModel(nn.Module):
         max_length: int | None = None,
         page_size: int = PAGE_SIZE,
         left_padding: Tensor | Sequence[int] | None = None,
+        storage: Storage | None = None,
     ) -> LayerCaches:
         """Empty caches of all layers, for ``forward``; see ``LevelCache`` for the arguments."""
-        caches = self.trunk.new_cache(max_length=max_length, page_size=page_size, left_padding=left_padding)
+        caches = self.trunk.new_cache(
+            max_length=max_length, page_size=page_size, left_padding=left_padding, storage=storage
+        )
         if self.text_units is None or not self._units:
             return caches
         return LayerCaches(caches, text=TextHistory(self.text_units, self._units, caches.left_padding))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from structattn.cache import PAGE_SIZE, LayerCaches
+from structattn.cache import PAGE_SIZE, LayerCaches, Storage
 from structattn.cache.layers import guarded
 from structattn.cache.numbers import is_traced
 from structattn.checks import MAX_LENGTH, check_bool, check_number, check_sequences, check_size, check_type, describe
@@ -304,6 +304,7 @@ class Transformer(nn.Module):
         max_length: int | None = None,
         page_size: int = PAGE_SIZE,
         left_padding: Tensor | Sequence[int] | None = None,
+        storage: Storage | None = None,
     ) -> LayerCaches:
         """Empty caches of all layers, for ``forward``; see ``LevelCache`` for the arguments.
 
@@ -311,6 +312,8 @@ class Transformer(nn.Module):
             ConfigError: the model is not causal, a layer has no cache, or an option is out of its range.
         """
         options: dict[str, Any] = {"max_length": max_length, "page_size": page_size, "left_padding": left_padding}
+        if storage is not None:  # which a layer of a CustomAttention may not know
+            options["storage"] = storage
         return LayerCaches([block.attention.new_cache(**options) for block in self.layers])
 
     def check_caches(self, caches: LayerCaches) -> None:

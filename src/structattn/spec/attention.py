@@ -167,7 +167,12 @@ FORMS: dict[str, Form] = {
     ),
     **{f"bilinear-{name}": _bilinear(name) for name in FAMILIES if name not in _OWN_SCORING},
     "mlr": Form(
-        "mlr:R|R|...[@B|B|...][,values=V|V|...][,sink_tokens=N]", "mlr:32|16|8|8", _MLR, value=_blocks, options=_LAYOUT, make=_mlr
+        "mlr:R|R|...[@B|B|...][,values=V|V|...][,sink_tokens=N]",
+        "mlr:32|16|8|8",
+        _MLR,
+        value=_blocks,
+        options=_LAYOUT,
+        make=_mlr,
     ),
     "mlr-text": Form(
         "mlr-text:R|R|...[@UNIT|...][,values=V|V|...][,sink_tokens=N]",

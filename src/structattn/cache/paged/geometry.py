@@ -55,8 +55,8 @@ class Lifetime:
         return position + 1 if self.block is None or position < 0 else position % self.block + 1
 
     def written(self, past: int, end: int) -> range:
-        """The positions of the tokens from ``past`` to ``end`` - 1 that are written: those that are kept after
-        them, and a single one, which is decoded from its page.
+        """The positions of the tokens from ``past`` to ``end`` - 1 that are written: those that are kept
+        after them, and a single one, which is decoded from its page.
         """
         if self.sinks is not None:
             return range(past, min(end, self.sinks))
@@ -119,8 +119,7 @@ class LayerShape:
             yield self.keys[0], level
         for level in self.value_levels:
             yield self.values[0], level
-        for heads, sinks in zip((self.keys[0], self.values[0]), self.sink_levels, strict=False):
-            yield heads, sinks
+        yield from zip((self.keys[0], self.values[0]), self.sink_levels, strict=False)
 
 
 @dataclass(frozen=True, kw_only=True)

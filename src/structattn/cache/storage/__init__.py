@@ -1,5 +1,5 @@
-"""Where a cache keeps numbers: a ``LevelStore`` finds slots, a ``Page`` has their numbers; a ``GroupStore`` has
-those that are quantized, as a ``Storage`` asks.
+"""Where a cache keeps numbers: a ``LevelStore`` finds slots, a ``Page`` has their numbers; a ``GroupStore``
+has those that are quantized, as a ``Storage`` asks.
 """
 
 from structattn.cache.storage.full import FullPage

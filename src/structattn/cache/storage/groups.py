@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from structattn.errors import CheckpointError
 from structattn.cache.storage.quantize import packed, quantized, scale_dtype, unpacked
+from structattn.errors import CheckpointError
 
 _NAMES = ("codes", "scale", "zero")
 
@@ -76,8 +76,8 @@ class GroupStore:
         return group - start // self.group_size if self.ring is None else group % self.ring
 
     def grow(self, slots: int, like: Tensor) -> None:
-        """Allocates pages until there are ``slots``, for the rows, heads, dtype and device of ``like`` (B, heads,
-        ...).
+        """Allocates pages until there are ``slots``, for the rows, heads, dtype and device of ``like``
+        (B, heads, ...).
         """
         with torch.inference_mode(False):  # else they could not be written to outside of that mode
             while (capacity := self.capacity) < slots:
@@ -153,8 +153,8 @@ class GroupStore:
         return torch.cat(found, dim=-1)
 
     def select(self, rows: Tensor, indices: list[int] | None) -> None:
-        """Row ``rows[b]`` becomes row b; ``indices`` are those of ``end`` and ``first``, if there is one for each
-        row.
+        """Row ``rows[b]`` becomes row b; ``indices`` are those of ``end`` and ``first``, if there is one for
+        each row.
         """
         with torch.inference_mode(False):
             self.pages = [tuple(x.index_select(0, rows.to(x.device)) for x in page) for page in self.pages]  # type: ignore[misc]

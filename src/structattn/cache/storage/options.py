@@ -19,16 +19,16 @@ class Storage:
 
     A number x is kept as a code c, a whole number from 0 to 2^bits - 1, and read as zero + scale c. Keys have
     scale and zero for each dimension and ``group_size`` consecutive tokens, values for each token and
-    ``group_size`` dimensions. They have 16 bits each, or 64 where the model has float64. The error of a number
-    is at most half a step, scale / 2.
+    ``group_size`` dimensions. They have 16 bits each, or 64 where the model has float64. The error of a
+    number is at most half a step, scale / 2.
 
     A query at position p reads the codes of the tokens before ``first_exact(p)``, whatever calls the tokens
-    came in, so that one call, many, and decoding agree. A group is quantized once, when all of its tokens have
-    left the residual.
+    came in, so that one call, many, and decoding agree. A group is quantized once, when all of its tokens
+    have left the residual.
 
     Args:
-        key_bits, value_bits: 4, 8, or 16 for the numbers of the model. A tuple has one for each level, level 1
-            first: ``(4, 8, 16)`` spends more on near tokens. Values without ``value_ranks`` have one level.
+        key_bits, value_bits: 4, 8, or 16 for the numbers of the model. A tuple has one for each level, level
+            1 first: ``(4, 8, 16)`` spends more on near tokens. Values without ``value_ranks`` have one level.
         group_size: numbers that share a scale; even. Blocks of levels are multiples of it, or stay
             exact: those of ``exact_slots`` positions at most.
         residual: how many of the last tokens are exact, the query's own counted.
@@ -62,7 +62,9 @@ class Storage:
             bits = getattr(self, name)
             entries = bits if isinstance(bits, tuple | list) else (bits,)
             if not entries or not all(is_int(entry) and entry in BITS for entry in entries):
-                raise ConfigError(f"{name} must be 16, 8 or 4, or a tuple of them with one per level, got {describe(bits)}")
+                raise ConfigError(
+                    f"{name} must be 16, 8 or 4, or a tuple of them with one per level, got {describe(bits)}"
+                )
             if isinstance(bits, list):
                 object.__setattr__(self, name, tuple(bits))
         check_size("group_size", self.group_size, MAX_LENGTH)

@@ -54,12 +54,12 @@ class T5Structure:
                     f"config.structattn['{stack}'] needs one spec for each of {count} layers, got {quoted(specs)}"
                 )
             for spec in specs:
-                check_fits(trained_spec(spec).layout_for(length), config.d_kv, config.d_kv)  # type: ignore[arg-type]
+                check_fits(trained_spec(spec).layout_for(length, config.d_kv), config.d_kv, config.d_kv)  # type: ignore[arg-type]
         return cls(**{**given, "encoder": tuple(given["encoder"]), "decoder": tuple(given["decoder"])})
 
     def variants(self, stack: str) -> list[Variant]:
         """The variant of each layer of ``"encoder"`` or ``"decoder"``."""
-        return [Variant.of(parse_spec(spec), getattr(self, f"{stack}_length")) for spec in getattr(self, stack)]
+        return [Variant.of(parse_spec(spec), getattr(self, f"{stack}_length"), None) for spec in getattr(self, stack)]
 
 
 class StructAttnT5Config(T5Config):  # type: ignore[misc]

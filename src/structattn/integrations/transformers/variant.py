@@ -70,9 +70,11 @@ class Variant:
     backend: Backend = "auto"
 
     @classmethod
-    def of(cls, spec: AttentionSpec, context_length: int, backend: Backend = "auto") -> Variant:
-        """That of a spec, with blocks halved from a context length."""
-        layout = spec.layout_for(context_length)
+    def of(cls, spec: AttentionSpec, context_length: int, head_dim: int | None, backend: Backend = "auto") -> Variant:
+        """That of a spec, with blocks halved from a context length, for heads of that dimension if it is
+        known.
+        """
+        layout = spec.layout_for(context_length, head_dim)
         assert not isinstance(layout, TextLayout)  # trained_spec has refused it
         return cls(layout=layout, window=spec.window, backend=backend)
 

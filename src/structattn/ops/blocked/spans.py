@@ -4,8 +4,8 @@ tokens, and sequences with T != S.
 Every sequence is cut into spans of at most ``SPAN`` queries, at the boundaries of its longer segments. Around
 a span that lies in one block of a level, the keys of that level are two ranges, one before and one after the
 next deeper block: they share one number of levels with all its queries. Only inside the deepest such block
-pairs share different numbers of them. Sink tokens are a range of their own. Where levels slide, the ranges end where the window of a level ends for
-the first or last query of the span.
+pairs share different numbers of them. Where levels slide, the ranges end where the window of a level ends for
+the first or last query of the span. Sink tokens are a range of their own.
 """
 
 from __future__ import annotations

@@ -177,7 +177,8 @@ inline void copy_numbers(const at::Half* from, int64_t count, float* to) {
 
 // out[c] = before * out[c] + sum over d of q[d] (zero[d] + scale[d] code[d, c]) for the positions of a span.
 template <typename T>
-void add_group_scores(const T* q, const GroupSpan<T>& span, int64_t row, int64_t group_size, GroupRoom<T>& room, T* out) {
+void add_group_scores(const T* q, const GroupSpan<T>& span, int64_t row, int64_t group_size, GroupRoom<T>& room,
+                      T* out) {
   const int64_t at_once = Codes<T>::kBytes * (span.bits == 8 ? 2 : 1);
   const uint8_t* codes = span.codes + row * span.row_stride;
   copy_numbers(span.scale + row * span.scale_stride, span.dims, room.scale.data());
@@ -259,8 +260,8 @@ struct Weighed {
 
 // Adds what a query sees of a level from position `first` on.
 template <typename T>
-void add_level(const Kept& kept, const Stored& level, int64_t first, int64_t position, int64_t low, int64_t dim, T before,
-               std::vector<CacheSpan<T>>& spans, std::vector<GroupSpan<T>>& groups) {
+void add_level(const Kept& kept, const Stored& level, int64_t first, int64_t position, int64_t low, int64_t dim,
+               T before, std::vector<CacheSpan<T>>& spans, std::vector<GroupSpan<T>>& groups) {
   const int64_t begin = level.begin(position, kept.chunk);
   int64_t exact = first;
   if (level.quantized.bits) {
@@ -323,7 +324,8 @@ void attend(const at::Tensor& query, const Order& order, const T* factors, const
         auto group = one.key_groups.begin();
         for (const CacheSpan<T>& span : one.keys) {
           for (; group != one.key_groups.end() && group->first <= span.first; ++group)
-            add_group_scores<T>(scaled.data() + group->first, *group, r / per_key, group_size, room, weight.data() + group->column);
+            add_group_scores<T>(scaled.data() + group->first, *group, r / per_key, group_size, room,
+                                weight.data() + group->column);
           add_scores<T>(scaled.data() + span.first, span.numbers + r / per_key * span.row_stride, span.stride,
                         span.dims, span.size, span.before, weight.data() + span.column);
         }
@@ -335,7 +337,8 @@ void attend(const at::Tensor& query, const Order& order, const T* factors, const
         }
         for (size_t n = 0; n < one.value_groups.size(); ++n) {
           const GroupSpan<T>& span = one.value_groups[n];
-          if (n == 0 || span.first != one.value_groups[n - 1].first) std::fill(room.lanes.begin(), room.lanes.end(), T(0));
+          if (n == 0 || span.first != one.value_groups[n - 1].first)
+            std::fill(room.lanes.begin(), room.lanes.end(), T(0));
           add_group_values<T>(weight.data() + span.column, span, r / per_value, group_size, room, sums + span.first);
           if (n + 1 < one.value_groups.size() && one.value_groups[n + 1].first == span.first) continue;
           for (int64_t d = 0; d < span.dims; ++d)

@@ -11,11 +11,11 @@
 
 namespace structattn {
 
-// Codes of quantized tokens: group m has positions m g ... (m + 1) g - 1. Of each page three tensors: codes (rows, slots,
-// dims, bytes), scales and zeros (rows, slots, numbers of a group).
+// Codes of quantized tokens: group m has positions m g ... (m + 1) g - 1. Of each page three tensors: codes (rows,
+// slots, dims, bytes), scales and zeros (rows, slots, numbers of a group).
 struct Quantized {
-  int64_t bits = 0;   // 0 where nothing is quantized
-  int64_t ring = 0;   // slots of a ring, 0 for none
+  int64_t bits = 0;  // 0 where nothing is quantized
+  int64_t ring = 0;  // slots of a ring, 0 for none
   const at::Tensor* pages = nullptr;
   int64_t num_pages = 0;
 

@@ -1,5 +1,5 @@
-"""Sink tokens for kernels that know levels only: a call whose mask hides them, and a small dense call of them,
-joined by the log-sum-exp.
+"""Sink tokens for kernels that know levels only: a call whose mask hides them, and a small dense call of
+them, joined by the log-sum-exp.
 """
 
 from __future__ import annotations

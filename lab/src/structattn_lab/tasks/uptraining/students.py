@@ -72,7 +72,7 @@ class Structured(_SeesAll):
             trained_spec(spec)
         layers = find_attention(model)
         for layer, spec in zip(layers, self.specs.layers(len(layers)), strict=True):
-            layout = spec.layout_for(length)
+            layout = spec.layout_for(length, layer.head_dim)
             if layout is None or isinstance(layout, TextLayout):
                 continue
             try:

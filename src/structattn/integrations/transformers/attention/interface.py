@@ -42,6 +42,7 @@ from structattn.layers.rotary_order import (
     runs_of,
 )
 from structattn.layout.halving import Halving
+from structattn.layout.sink_window import SinkWindow
 from structattn.ops import Backend
 
 
@@ -86,7 +87,7 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     asked = call.arguments.get("output_attentions")
     shows_weights = collects_weights() if asked is None else bool(asked)  # GPT-2 hands no argument to its attention
 
-    takes_all_heads = num_past > 0 or shows_weights
+    takes_all_heads = num_past > 0 or shows_weights or (layer is not None and layer.storage is not None)
     step = k.shape[1] if takes_all_heads else heads_at_once(call.query, k, v, terms, dropout=call.dropout)
     is_by_heads = step < k.shape[1]
     q = call.query if is_by_heads else call.reorder(call.query).to(v.dtype)
@@ -231,9 +232,9 @@ class RegisteredAttention:
     rotary_split: RotarySplit | None
     backend: Backend
     _orders: dict[Rotation, RunOrder] = field(default_factory=dict, compare=False, repr=False)
-    _variants: dict[int | None, Variant] = field(default_factory=dict, compare=False, repr=False)
+    _variants: dict[tuple[int | None, int], Variant] = field(default_factory=dict, compare=False, repr=False)
 
-    def variant(self, module: nn.Module) -> Variant:
+    def variant(self, module: nn.Module, head_dim: int) -> Variant:
         """The variant for a layer of a model."""
         length = self.context_length
         if length is None and isinstance(self.spec.layout, Halving):
@@ -243,16 +244,16 @@ class RegisteredAttention:
                     "the config of this model has no max_position_embeddings to halve blocks from: give "
                     "register_attention a context_length"
                 )
-        if (variant := self._variants.get(length)) is None:
-            variant = Variant.of(self.spec, length or 1, self.backend)
+        if (variant := self._variants.get((length, head_dim))) is None:
+            variant = Variant.of(self.spec, length or 1, head_dim, self.backend)
             if not torch.compiler.is_compiling():  # a compiled program cannot keep objects for later calls
-                self._variants[length] = variant
+                self._variants[length, head_dim] = variant
         return variant
 
     def _order(self, module: nn.Module, head_dim: int) -> RunOrder:
         """The dimensions of a layer in the order of the levels."""
         layout = self.spec.layout
-        if self.rotary_split is None or layout is None or len(layout.ranks) == 1:
+        if self.rotary_split is None or layout is None or isinstance(layout, SinkWindow) or len(layout.ranks) == 1:
             return UNCHANGED
         rotation = read_rotation(module, head_dim) or Rotation("halves", head_dim)
         if (order := self._orders.get(rotation)) is None:
@@ -273,7 +274,7 @@ class RegisteredAttention:
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """See ``attend``."""
-        variant = self.variant(module)
+        variant = self.variant(module, query.shape[-1])
         check_fits(variant.layout, query.shape[-1], query.shape[-1])
         order = self._order(module, query.shape[-1])
         attention = attend if division_of(module) is None else attend_shard
@@ -320,10 +321,10 @@ def register_attention(
     check_choice("backend", backend, get_args(Backend))
     if rotary_split is not None:
         check_split(rotary_split)
-        if value.layout is not None:
+        if value.layout is not None and not isinstance(value.layout, SinkWindow):
             level_pairs(value.layout.ranks, rotary_split)  # checks the ranks
     if context_length is not None:
-        value.layout_for(context_length)  # checks the length too
+        value.layout_for(context_length, 1)  # checks the length too
     if not isinstance(name, str) or not name.isidentifier() or "flash" in name or "paged" in name:
         raise ConfigError(
             "the name of an attention implementation is a plain word without 'flash' and 'paged', which transformers "

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from structattn.cache import PAGE_SIZE, LevelCache
+from structattn.cache import PAGE_SIZE, LevelCache, Storage
 from structattn.cache.numbers import Count, new_number
-from structattn.checks import check_int, check_tensor
+from structattn.checks import check_int, check_tensor, check_type
 from structattn.errors import CacheError, ShapeError
 from structattn.integrations.transformers.caches.recording import Append, Recording
 from structattn.integrations.transformers.masks.structured_mask import Placeholder
@@ -67,7 +67,7 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     Args:
         max_length: tokens to take memory for at once. Default ``None``: it grows by pages.
-        page_size: see ``LevelCache``.
+        page_size, storage: see ``LevelCache``.
 
     Attributes:
         level_cache: made for the first tokens, and ``None`` before.
@@ -83,9 +83,13 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         False  # whether it knows the positions of new tokens, so that those of the model show no packed sequences
     )
 
-    def __init__(self, *, max_length: int | None = None, page_size: int = PAGE_SIZE) -> None:
+    def __init__(
+        self, *, max_length: int | None = None, page_size: int = PAGE_SIZE, storage: Storage | None = None
+    ) -> None:
         LevelCache(max_length=max_length, page_size=page_size)  # checks both
+        check_type("storage", storage, Storage | None, "a Storage, such as sa.Storage(key_bits=4), or None")
         super().__init__()
+        self.storage = storage
         self.max_length = max_length
         self.page_size = page_size
         self.number = new_number(self)
@@ -173,7 +177,8 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
                 ``LevelCache.attend``.
             module: the attention module that calls. Default ``None``: not known.
             left_padding: padding of each row.
-            first: computes the attention while the cache is empty. Default ``None``: the cache computes it.
+            first: computes the attention while the cache is empty, unless a ``storage`` says that far tokens
+                are quantized. Default ``None``: the cache computes it.
 
         Returns:
             (B, H, T, V).
@@ -183,7 +188,7 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             ConfigError: it was filled by another module.
         """
         cache = self._ready_for(k, v, variant, module, left_padding)
-        if first is not None and cache.length == 0:
+        if first is not None and cache.length == 0 and self.storage is None:
             out = first()
             cache.append(k, v)
             return out
@@ -229,6 +234,7 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
                 max_length=self.max_length,
                 page_size=self.page_size,
                 left_padding=left_padding,
+                storage=self.storage,
             )
 
         def append(cache: LevelCache, count: int) -> None:

@@ -24,7 +24,7 @@ from transformers.cache_utils import (
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from structattn.cache import PAGE_SIZE
+from structattn.cache import PAGE_SIZE, Storage
 from structattn.cache.numbers import give_numbers, is_traced
 from structattn.cache.paged import PackedCache
 from structattn.checks import check_size, check_type
@@ -343,13 +343,24 @@ def check_crop(layer: Any, count: int, length: int) -> bool:
     return (own_length > 0 or has_states) and (count > 0 or is_recording)
 
 
-def level_cache(model: PreTrainedModel, *, max_length: int | None = None, page_size: int = PAGE_SIZE) -> LevelCaches:
+def level_cache(
+    model: PreTrainedModel,
+    *,
+    max_length: int | None = None,
+    page_size: int = PAGE_SIZE,
+    storage: Storage | None = None,
+) -> LevelCaches:
     """An empty cache for a model with structured attention, to be given as ``cache`` (or by its older name
     ``past_key_values``).
 
     Args:
         model: only the numbers of its layers with attention are read.
-        max_length, page_size: see ``LevelCacheLayer``, which raises ``ConfigError`` for them.
+        max_length, page_size, storage: see ``LevelCacheLayer``, which raises ``ConfigError`` for them.
+
+    Example:
+        >>> model = structurize(model, "standard")  # doctest: +SKIP
+        >>> cache = level_cache(model, storage=sa.Storage(key_bits=4, value_bits=4))  # doctest: +SKIP
+        >>> model.generate(ids, past_key_values=cache, max_new_tokens=100)  # doctest: +SKIP
     """
     check_type("model", model, PreTrainedModel, "a model of transformers")
     config = model.config.get_text_config(decoder=True)
@@ -357,7 +368,8 @@ def level_cache(model: PreTrainedModel, *, max_length: int | None = None, page_s
     # transformers 5.17 makes layers of keys for the recurrent layers of Recurrent Gemma too.
     numbers = model.attention_layers() if hasattr(model, "attention_layers") else range(len(layers))
     for index in set(numbers) & set(range(len(layers))):
-        layers[index] = _own_layer(layers[index], max_length=max_length, page_size=page_size) or layers[index]
+        options = {"max_length": max_length, "page_size": page_size, "storage": storage}
+        layers[index] = _own_layer(layers[index], **options) or layers[index]
     return LevelCaches(layers=layers)
 
 

@@ -91,7 +91,7 @@ class StructureRecord:
         check_int("config.structattn['context_length']", length, minimum=1)
         for spec in specs:
             if spec is not None:
-                trained_spec(spec).layout_for(length)
+                trained_spec(spec).layout_for(length, 1)
         if "rotations" in entry:
             rotations = _one_per_layer("rotations", entry["rotations"], count, "rotations such as 'halves:64'")
             attention = entry.get("attention")
@@ -131,9 +131,10 @@ class StructureRecord:
             ConfigError: the record does not fit it.
         """
         spec, rotation = self.specs[layer], self.rotations[layer]
-        variant = Variant() if spec is None else Variant.of(parse_spec(spec), self.context_length)
+        dim = dim if isinstance(dim := getattr(module, "head_dim", None), int) else None
+        variant = Variant() if spec is None else Variant.of(parse_spec(spec), self.context_length, dim)
         variant.within(getattr(module, "sliding_window", None))  # raises if both have a window
-        if isinstance(dim := getattr(module, "head_dim", None), int):
+        if dim is not None:
             value_dim = getattr(module, "v_head_dim", dim)
             check_fits(variant.layout, dim, value_dim if isinstance(value_dim, int) else dim)
         pairs = None if rotation is None else Rotation.parse(rotation)

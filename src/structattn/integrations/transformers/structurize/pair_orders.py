@@ -37,7 +37,7 @@ def read_pair_orders(
         raise ConfigError(f"{name} needs a list of texts or null for each of {len(specs)} layers, got {quoted(entry)}")
     orders: list[tuple[tuple[int, ...], ...] | None] = []
     for layer, (texts, spec, rotation) in enumerate(zip(entry, specs, rotations, strict=True)):
-        layout = None if spec is None else parse_spec(spec).layout_for(length)
+        layout = None if spec is None else parse_spec(spec).layout_for(length, 1)
         if layout is None or len(layout.ranks) == 1 or (rotation is None and texts is None):
             orders.append(None)
             continue

@@ -247,7 +247,7 @@ def _install(
 
 def _levels(spec: str | None, length: int) -> LevelLayout | None:
     """The layout of a spec with several levels."""
-    layout = None if spec is None else parse_spec(spec).layout_for(length)
+    layout = None if spec is None else parse_spec(spec).layout_for(length, 1)
     return layout if isinstance(layout, LevelLayout) and layout.num_levels > 1 else None
 
 

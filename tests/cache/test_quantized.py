@@ -1,0 +1,294 @@
+"""Caches that store far tokens in 8 and 4 bits: attention over the numbers that are read, in any order of
+calls, with and without the C++ code.
+"""
+
+import copy
+import pickle
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import structattn as sa
+from structattn.cache import native_decode
+from structattn.cache.levels import softmaxes_of, value_levels
+from structattn.cache.storage.quantize import packed, quantized, unpacked
+from structattn.errors import CacheError, CheckpointError, ConfigError
+
+SEEDS = [pytest.param(seed, marks=[] if seed < 25 else pytest.mark.full) for seed in range(300)]
+
+
+def read(x: Tensor, bits: int, size: int, *, per_token: bool) -> Tensor:
+    """The numbers of a group x (B, G, g, d) as they are read."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    parts = x.split(size, dim=3) if per_token else (x,)
+    found = []
+    for part in parts:
+        codes, scale, zero = quantized(part, bits, 3 if per_token else 2)
+        found.append(zero.to(wide) + scale.to(wide) * codes.to(wide))
+    return torch.cat(found, dim=3).to(x.dtype)
+
+
+def seen(x: Tensor, levels, bits, storage: sa.Storage, position: int, sinks: int, *, per_token: bool) -> Tensor:
+    """Keys or values (B, G, S, d) as a query at a position sees them."""
+    out, size, first = x.clone(), storage.group_size, 0
+    for level, of_level in zip(levels, bits, strict=True):
+        dims = slice(first, first + level.rank)
+        first += level.rank
+        if of_level == 16 or storage.stays_exact(level.longest):
+            continue
+        for start in range(0, storage.first_exact(position), size):
+            hidden = min(max(0, sinks - start), size)
+            if hidden == size:
+                continue
+            group = x[:, :, start : start + size, dims].clone()
+            group[:, :, :hidden] = group[:, :, hidden : hidden + 1]
+            group = read(group, of_level, size, per_token=per_token)
+            out[:, :, start + hidden : start + size, dims] = group[:, :, hidden:]
+    return out
+
+
+class Program:
+    """A random cache, its tokens, and what each query should get."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = draw = random.Random(seed)
+        torch.manual_seed(seed)
+        size = draw.choice([2, 4, 8])
+        self.layout = layout = self._layout(size)
+        levels, values = (layout.num_levels, len(layout.value_ranks or (0,))) if layout else (1, 1)
+        bits = [
+            draw.choice([4, 8, 16]) if draw.random() < 0.6 else tuple(draw.choice([4, 8, 16]) for _ in range(count))
+            for count in (levels, values)
+        ]
+        self.storage = sa.Storage(*bits, size, draw.choice([0, 1, 3, 8, 11]))
+        batch, groups = draw.choice([1, 2]), draw.choice([1, 2])
+        heads, length, dtype = (
+            groups * draw.choice([1, 2]),
+            draw.randint(6, 90),
+            draw.choice([torch.float64, torch.float32]),
+        )
+        dim, value_dim = (layout.head_dim, sum(layout.value_ranks or (9,))) if layout else (5, 3)
+        self.q = torch.randn(batch, heads, length, dim, dtype=dtype)
+        self.k = torch.randn(batch, groups, length, dim, dtype=dtype) * 3 + 5
+        self.v = torch.randn(batch, groups, length, value_dim, dtype=dtype)
+        self.padding = [draw.randint(0, 5) for _ in range(batch)] if draw.random() < 0.35 else [0] * batch
+        self.window = draw.choice([None, None, None, 30])
+        self.terms: dict = {}
+        if draw.random() < 0.3:
+            self.terms["softcap"] = 0.8
+        if draw.random() < 0.3:
+            self.terms["alibi_slopes"] = torch.rand(batch, heads, dtype=dtype)
+        if draw.random() < 0.3:
+            self.terms["sinks"] = torch.randn(heads, dtype=dtype)
+        shape = draw.choice([1, batch]), draw.choice([1, heads]), length, length
+        self.mask = torch.rand(shape) < 0.8 if draw.random() < 0.3 else None
+        self.tolerance = 1e-9 if dtype == torch.float64 else 2e-5
+        self.expected = torch.stack([torch.stack(self._row(row), 1) for row in range(batch)])
+
+    def _layout(self, size: int) -> sa.LevelLayout | None:
+        draw, count = self.draw, self.draw.randint(1, 3)
+        ranks = [draw.randint(1, 5) for _ in range(count)]
+        value_ranks = [draw.randint(1, 5) for _ in range(count)] if draw.random() < 0.5 else None
+        scaling, sinks = draw.choice(["variance", "mup", "paper"]), draw.choice([0, 0, 2, 5, 9])
+        kind = draw.choice(["plain", "blocks", "windows", "windows"])
+        if kind == "plain":
+            return None
+        if kind == "blocks":
+            sizes = [size * draw.choice([1, 2, 4])]
+            for _ in range(count - 1):
+                sizes.insert(0, sizes[0] * draw.choice([1, 2, 3]))
+            return sa.LevelLayout(ranks, sizes, scaling, value_ranks, sink_tokens=sinks)
+        windows: list[int | None] = sorted((draw.randint(1, 60) for _ in range(count)), reverse=True)
+        if draw.random() < 0.4:
+            windows[0] = None
+        return sa.LevelLayout.sliding(ranks, windows, scaling, value_ranks, sink_tokens=sinks)
+
+    def _row(self, row: int) -> list[Tensor]:
+        pad, sinks = self.padding[row], self.layout.sink_tokens if self.layout else 0
+        softmaxes = softmaxes_of(self.layout, self.window, self.q.shape[3])
+        keys = [level for softmax in softmaxes for level in softmax.levels]
+        values = value_levels(softmaxes, self.layout, self.v.shape[3])
+        of_keys, of_values = self.storage.bits("key_bits", len(keys)), self.storage.bits("value_bits", len(values))
+        found = [self.q.new_zeros((self.q.shape[1], self.v.shape[3]))] * pad
+        for at in range(pad, self.q.shape[2]):
+            position, tokens = at - pad, slice(pad, at + 1)
+            k = seen(self.k[row : row + 1, :, tokens], keys, of_keys, self.storage, position, sinks, per_token=False)
+            v = seen(self.v[row : row + 1, :, tokens], values, of_values, self.storage, position, sinks, per_token=True)
+            terms = dict(self.terms)
+            if "alibi_slopes" in terms:
+                terms["alibi_slopes"] = terms["alibi_slopes"][row : row + 1]
+            mask = None
+            if self.mask is not None:
+                mask = self.mask[min(row, self.mask.shape[0] - 1)][None, :, at : at + 1, tokens]
+            q = self.q[row : row + 1, :, at : at + 1]
+            options = {"window": self.window, "backend": "reference", "attn_mask": mask}
+            found.append(sa.structured_attention(q, k, v, self.layout, **options, **terms)[0, :, 0])
+        return found
+
+    def new_cache(self) -> sa.LevelCache:
+        return sa.LevelCache(
+            self.layout,
+            window=self.window,
+            left_padding=self.padding if any(self.padding) else None,
+            page_size=self.draw.choice([3, 8, 1024]),
+            max_length=self.draw.choice([None, self.q.shape[2]]),
+            storage=self.storage,
+        )
+
+    def attend(self, cache: sa.LevelCache, first: int, count: int) -> None:
+        """Gives the cache tokens, and compares what it returns."""
+        end = first + count
+        mask = None if self.mask is None else self.mask[:, :, first:end, :end]
+        tokens = [x[:, :, first:end] for x in (self.q, self.k, self.v)]
+        with torch.no_grad():
+            out = cache.attend(*tokens, attn_mask=mask, **self.terms)
+        for row, pad in enumerate(self.padding):
+            low = max(first, pad)
+            expected = self.expected[row, :, low:end]
+            torch.testing.assert_close(out[row, :, low - first :], expected, rtol=self.tolerance, atol=self.tolerance)
+
+
+def run(seed: int, folder: Path) -> None:
+    """Tokens in any order of calls, taken back, cropped, copied, saved, and forgotten."""
+    program = Program(seed)
+    draw, cache, done, length = program.draw, program.new_cache(), 0, program.q.shape[2]
+    while done < length:
+        count = min(draw.choice([1, 1, 1, 2, 3, 5, 17, 40]), length - done)
+        program.attend(cache, done, count)
+        done += count
+        match draw.choice(["undo", "crop", "crop", "copy", "pickle", "save", "append", "reset", *["go on"] * 8]):
+            case "undo":
+                cache.undo()
+                done -= count
+            case "crop":
+                shorter = draw.randint(max(0, done - 12), done)
+                try:
+                    cache.crop(shorter)
+                    done = shorter
+                except CacheError:
+                    pass
+            case "copy":
+                cache = copy.deepcopy(cache)
+            case "pickle":
+                cache = pickle.loads(pickle.dumps(cache))
+            case "save":
+                if done > max(program.padding):
+                    cache.save(folder / "cache")
+                    cache = sa.LevelCache.load(folder / "cache")
+            case "append":
+                count = min(draw.choice([1, 5, 20]), length - done)
+                cache.append(*(x[:, :, done : done + count] for x in (program.k, program.v)))
+                done += count
+            case "reset":
+                if draw.random() < 0.4:
+                    cache.reset()
+                    done = 0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_any_calls_give_attention_over_the_numbers_that_are_read(seed: int, tmp_path: Path) -> None:
+    run(seed, tmp_path)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_same_with_the_cpp_code(seed: int, tmp_path: Path, built) -> None:
+    run(seed, tmp_path)
+
+
+def test_a_step_reads_codes_in_the_cpp_code(built, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    attend, again = native_decode.Step.attend, native_decode.Step.try_attend
+
+    def counted(self, *arguments):
+        calls.append(1)
+        return attend(self, *arguments)
+
+    def counted_again(self, *arguments):
+        out = again(self, *arguments)
+        calls.extend([1] * (out is not None))
+        return out
+
+    monkeypatch.setattr(native_decode.Step, "attend", counted)
+    monkeypatch.setattr(native_decode.Step, "try_attend", counted_again)
+    cache = sa.LevelCache(sa.LevelLayout.sliding((8,), (None,), sink_tokens=2), storage=sa.Storage(4, 8, 8, 8))
+    q, k, v = (torch.randn(1, 2, 60, 8) for _ in range(3))
+    with torch.no_grad():
+        cache.attend(q[:, :, :30], k[:, :, :30], v[:, :, :30])
+        for at in range(30, 60):
+            cache.attend(*(x[:, :, at : at + 1] for x in (q, k, v)))
+    assert len(calls) == 30
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [1e-4, 1.0, 100.0])
+def test_a_number_is_read_within_half_a_step(bits: int, dtype: torch.dtype, size: float) -> None:
+    torch.manual_seed(0)
+    x = (size * torch.randn(50, 3, 8) + 5 * torch.randn(50, 3, 1)).to(dtype)
+    for axis in (-1, -2):
+        codes, scale, zero = quantized(x, bits, axis)
+        wide = torch.promote_types(dtype, torch.float32)
+        error = (zero.to(wide) + scale.to(wide) * codes.to(wide) - x.to(wide)).abs()
+        assert bool((error <= 0.51 * scale.to(wide)).all())  # and the rounding of float32
+        assert torch.equal(unpacked(packed(codes, bits), bits), codes)
+
+
+def test_bytes_are_those_of_the_formula() -> None:
+    """Codes and scales of what has left the residual, and exact tokens."""
+    storage, length, dim = sa.Storage(8, 4, 64, 128), 1024, 64
+    cache = sa.LevelCache(None, storage=storage, page_size=64)
+    cache.append(torch.randn(1, 2, length, dim), torch.randn(1, 2, length, dim))
+    groups = storage.first_exact(length - 1) // 64
+    assert groups == (length - 128) // 64
+    exact = storage.exact_slots * dim * 4
+    assert cache.key_nbytes == 2 * (exact + groups * (64 * dim + 2 * 2 * dim))
+    assert cache.value_nbytes == 2 * (exact + groups * (64 * dim // 2 + 2 * 2 * 64))
+
+
+def test_a_rejected_token_leaves_no_trace() -> None:
+    """Of speculative decoding: codes are the same bits as if it had not been there."""
+    q, k, v = (torch.randn(1, 2, 80, 8) for _ in range(3))
+    storage = sa.Storage(4, 8, 8, 16)
+    caches = [sa.LevelCache(None, storage=storage) for _ in range(2)]
+    with torch.no_grad():
+        for cache in caches:
+            cache.attend(q[:, :, :50], k[:, :, :50], v[:, :, :50])
+        wrong = [torch.randn(1, 2, 8, 8) for _ in range(3)]
+        caches[1].attend(*wrong)
+        caches[1].crop(50)
+        for cache in caches:
+            cache.attend(q[:, :, 50:], k[:, :, 50:], v[:, :, 50:])
+    (_, one), (_, other) = (cache.state() for cache in caches)
+    assert all(torch.equal(one[name][:, :, :7], other[name][:, :, :7]) for name in one if name.startswith("group"))
+
+
+def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="key_bits must be 16, 8 or 4, or a tuple of them .*, got 5"):
+        sa.Storage(5)
+    with pytest.raises(ConfigError, match="group_size must be even"):
+        sa.Storage(group_size=7)
+    with pytest.raises(ConfigError, match=r"key_bits needs one entry per level: expected 2, got 3"):
+        sa.LevelCache(sa.LevelLayout((4, 4), (64, 8)), storage=sa.Storage((4, 8, 16)))
+    with pytest.raises(ConfigError, match="segments end anywhere"):
+        sa.LevelCache(sa.LevelLayout.from_boundaries((4, 4), ((0,), (0, 9))), storage=sa.Storage())
+    with pytest.raises(ConfigError, match="storage must be a Storage"):
+        sa.LevelCache(storage=4)  # type: ignore[arg-type]
+    x = torch.randn(1, 1, 9, 8)
+    cache = sa.LevelCache(sa.LevelLayout((4, 4), (1200, 600)), storage=sa.Storage(group_size=64))
+    with pytest.raises(ConfigError, match="group_size must divide the blocks of each level: expected a divisor of 600"):
+        cache.append(x, x)
+    cache = sa.LevelCache(storage=sa.Storage())
+    with pytest.raises(ConfigError, match="gives no gradients"):
+        cache.attend(x.requires_grad_(), x, x)
+    cache = sa.LevelCache(storage=sa.Storage(group_size=2, residual=0))
+    cache.append(x.detach(), x.detach())
+    cache.save(tmp_path / "cache")
+    (plain, tensors) = cache.state()
+    for name in [name for name in tensors if name.startswith("group")]:
+        with pytest.raises(CheckpointError):
+            sa.LevelCache.from_state(plain, {**tensors, name: tensors[name][:, :, :1]}, None, None)
+    with pytest.raises(CheckpointError, match="must end from"):
+        sa.LevelCache.from_state({**plain, "quantized": [([2], [0]), ([8], [0])]}, tensors, None, None)

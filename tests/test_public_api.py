@@ -22,6 +22,7 @@ def test_public_names() -> None:
         "Rotary",
         "RotaryScaling",
         "Sampling",
+        "Storage",
         "StructuredLinear",
         "TextLayout",
         "TextUnits",
@@ -96,6 +97,7 @@ def test_signatures() -> None:
         "value_ranks",
         "boundaries",
         "windows",
+        "sink_tokens",
     ]
 
 

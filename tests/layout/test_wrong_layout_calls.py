@@ -54,6 +54,16 @@ FUNCTION = {
 
 # What is called, arguments that are right, and wrong values of each argument.
 TABLE = {
+    "Storage": (
+        sa.Storage,
+        {"key_bits": (4, 8), "value_bits": 8, "group_size": 4, "residual": 3},
+        {
+            "key_bits": (None, "x", 3, [], [4, 5], 4.0, True, torch.zeros(2)),
+            "value_bits": (None, "x", 2, (), (16, None)),
+            "group_size": (None, *SIZE, 7),
+            "residual": (None, -1, 1.5, "3"),
+        },
+    ),
     "LayerCaches": (
         sa.LayerCaches,
         {"layers": [sa.LevelCache(), sa.LevelCache()]},

@@ -296,11 +296,11 @@ def test_programs_check_the_lengths_that_they_are_given(backend) -> None:
 
 def test_an_empty_list_of_an_operator_may_be_none() -> None:  # AOTInductor makes it so
     layout_of = flat_layout.layout_of
-    assert layout_of((4, 4), (8, 4), None, None, None, "variance") == sa.LevelLayout((4, 4), (8, 4))
+    assert layout_of((4, 4), (8, 4), None, None, None, 0, "variance") == sa.LevelLayout((4, 4), (8, 4))
     for operator in (torch.ops.structattn.attention, torch.ops.structattn.attention_backward):
         assert str(operator.default._schema).count("int[]? ") == 4
-    assert layout_of((4, 4), None, (1, 2), None, [0, 3], "mup") == sa.LevelLayout.sliding(
+    assert layout_of((4, 4), None, (1, 2), None, [0, 3], 0, "mup") == sa.LevelLayout.sliding(
         (4, 4), (None, 3), "mup", (1, 2)
     )
-    segments = layout_of((4, 4), None, None, [1, 2, 1, 0, 2, 0, 3], None, "mup")
+    segments = layout_of((4, 4), None, None, [1, 2, 1, 0, 2, 0, 3], None, 0, "mup")
     assert segments == sa.LevelLayout.from_boundaries((4, 4), ((0,), (0, 3)), "mup")

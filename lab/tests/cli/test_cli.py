@@ -228,7 +228,7 @@ def test_a_csv_of_ones_own(tmp_path: Path, capsys) -> None:
         (["fit", ""], "empty name"),
         (
             ["compare", "forecast", "--attention", "mlr:8|9x"],
-            "Written mlr:R|R|...[@B|B|...][,values=V|V|...], such as mlr:32|16|8|8\n",
+            "Written mlr:R|R|...[@B|B|...][,values=V|V|...][,sink_tokens=N], such as mlr:32|16|8|8\n",
         ),
         (["compare", "forecast", "--set", "training.steps=four"], "expected a whole number, got 'four'"),
         (["compare", "forecast", "--set", "training"], "section.field=value"),

@@ -15,7 +15,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from structattn.cache import PAGE_SIZE
+from structattn.cache import PAGE_SIZE, Storage
 from structattn.errors import CacheError
 from structattn.integrations.transformers.caches.layer_cache import LevelCacheLayer, RowChange
 
@@ -29,8 +29,15 @@ class HybridCacheLayer(LevelCacheLayer, LinearAttentionAndFullAttentionLayer):  
         max_length, page_size: see ``LevelCacheLayer``.
     """
 
-    def __init__(self, number_of_states: int = 1, *, max_length: int | None = None, page_size: int = PAGE_SIZE) -> None:
-        LevelCacheLayer.__init__(self, max_length=max_length, page_size=page_size)
+    def __init__(
+        self,
+        number_of_states: int = 1,
+        *,
+        max_length: int | None = None,
+        page_size: int = PAGE_SIZE,
+        storage: Storage | None = None,
+    ) -> None:
+        LevelCacheLayer.__init__(self, max_length=max_length, page_size=page_size, storage=storage)
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:

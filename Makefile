@@ -6,9 +6,11 @@ OLDEST := $(VENV)/transformers-oldest
 INPUTS := pyproject.toml lab/pyproject.toml constraints.txt
 # Modules are compiled afterwards, by all cores, except those that few tests import.
 INSTALL := $(BIN)/python -m pip install -q --no-compile
-COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '/tests/|/rllib/|/transformers/models/' $(VENV)/lib || true
-# One process per core, each with one thread: most tests are far too small for more.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+SELDOM := /(tests|rllib|sqlalchemy|alembic|fontTools|pygments|mypyc?|setuptools|narwhals|tornado|aiohttp|torchgen)/
+COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '$(SELDOM)|/transformers/models/' $(VENV)/lib src lab/src || true
+# One process per core, each with one thread: most tests are far too small for more. What they compile is kept, for the
+# processes that tests start.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 .PHONY: demo test tests test-full test-more coverage lint docs dist clean
 

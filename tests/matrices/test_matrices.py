@@ -84,6 +84,7 @@ class TestBlockTensorTrain(MatrixCase):
         return m.rank * (m.num_rows * c + m.num_cols * b)
 
 
+@pytest.mark.full
 class TestBlockTensorTrainOfRank2(TestBlockTensorTrain):
     rank = 2
 
@@ -146,6 +147,7 @@ class TestKronecker(MatrixCase):
         return a * c + b * d
 
 
+@pytest.mark.full
 class TestKroneckerWithTheOuterFactorFirst(TestKronecker):
     shapes = ((12, 18),)
     dims: Any = {"row_dims": (2, 6), "col_dims": (9, 2)}  # noqa: RUF012
@@ -198,6 +200,7 @@ class TestButterfly(MatrixCase):
         return sum(math.prod(stage.shape) for stage in m.stages)
 
 
+@pytest.mark.full
 class TestButterflyOfRank2(TestButterfly):
     rank = 2
 
@@ -232,6 +235,7 @@ class TestKaleidoscope(MatrixCase):
         return sum(butterfly.num_params for butterfly in m.butterflies)
 
 
+@pytest.mark.full
 class TestWideKaleidoscope(TestKaleidoscope):
     width = 2
 
@@ -299,6 +303,7 @@ class TestMLBTC(MatrixCase):
         return sum(inner) + len(inner)
 
 
+@pytest.mark.full
 class TestMLBTCOfOneTerm(TestMLBTC):
     """One term with free permutations: the rank is below the size."""
 
@@ -332,6 +337,7 @@ class TestMultiLevelLowRank(MatrixCase):
         return (m.num_rows + m.num_cols) * sum(self.ranks)
 
 
+@pytest.mark.full
 class TestDeepMultiLevelLowRank(TestMultiLevelLowRank):
     """Ranks above the block sides: the rank bound is not their sum."""
 

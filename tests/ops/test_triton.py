@@ -337,6 +337,13 @@ FULL = {
     "surrounded by NaN, not causal",
     "float16, free sizes",
     "float16, values",
+    "free sizes, not causal",
+    "grouped heads",
+    "soft cap",
+    "packed, free sizes, window",
+    "whole tiles",
+    "sink tokens, more queries",
+    "sink tokens of a window, not causal",
 }
 FULL |= {name for name in CASES if name.startswith("sliding")} - {"sliding, wide tiles"}
 assert set(CASES) > FULL

@@ -87,6 +87,7 @@ def task(finished) -> ForecastTask:
     return ForecastTask(settings(finished.parent / "moved.csv"))
 
 
+@pytest.mark.quick(row=["standard", SPECS[3], "ridge regression"])
 @pytest.mark.parametrize("row", [*SPECS, *BASELINES])
 def test_forecasts_are_those_of_the_scores(finished, task, row) -> None:
     """From the data up to any test window, every row forecasts what its score in the comparison was computed

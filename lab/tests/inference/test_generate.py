@@ -125,6 +125,7 @@ def test_scores_through_the_cache(name: str, runs, capsys) -> None:
     assert abs(difference) < 1e-4
 
 
+@pytest.mark.full
 def test_a_comparison_has_everything(tmp_path: Path, capsys) -> None:
     (tmp_path / "my.txt").write_text(TEXT)
     specs = ["standard", "[mlr:4|2|2,scaling=paper,standard]", "window:8"]

@@ -65,6 +65,7 @@ def test_without_caches_of_different_sizes_there_is_no_map(tmp_path: Path) -> No
     assert not {"cache", "decode-time"} & {figure.name for figure in draw(one, tmp_path, report_of(one))}
 
 
+@pytest.mark.full
 def test_figures_are_drawn(tmp_path: Path) -> None:
     figures = {figure.name: figure for figure in draw(recall(), tmp_path, report_of(recall()))}
     assert {"cache", "decode-time"} <= set(figures)

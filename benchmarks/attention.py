@@ -158,7 +158,9 @@ def row_reference(
     keys = torch.arange(k.shape[2], device=q.device)
     parts = list(rows.split(max(1, REFERENCE_SCORES // len(keys))))
     positions = [(part + k.shape[2] - q.shape[2])[:, None] for part in parts]
-    masks = [(layout.shared_levels(position, keys[None]), keys > position) for position in positions]
+    shared = [layout.shared_levels(position, keys[None]) for position in positions]
+    hidden = [(keys > position) | (some == 0) for position, some in zip(positions, shared, strict=True)]
+    masks = [(some.clamp(min=1), more) for some, more in zip(shared, hidden, strict=True)]
 
     def some_rows(query: Tensor, key: Tensor, value: Tensor, num_shared: Tensor, hidden: Tensor) -> Tensor:
         score = reference.scores(query[None, None], key[None, None], layout, None, num_shared)[0, 0]

@@ -19,12 +19,15 @@ from torch import Tensor
 
 from benchmarks.attention import LAYOUTS, layout_of, row_reference
 from benchmarks.registry import Case, Check, Group, benchmark
-from structattn import LevelCache, LevelLayout
+from structattn import LevelCache, LevelLayout, Storage
 
 BASELINE = "plain cache"
 CAT = "plain cache, torch.cat"
 PLAIN_LEVEL = "LevelCache, full attention"  # how much of a difference is how numbers are kept, and not the levels
 GROWING = "mlr 8x8, growing"
+# All tokens, of which those further back than the last 128 are in 8 or 4 bits; and few tokens, all of them.
+STORAGES = {"8 bits": Storage(8, 8), "4 bits": Storage(4, 4)}
+STREAMING = "window 252, 4 sink tokens"
 HEADS = 8
 DIM = 64
 BATCHES = (1, 8)
@@ -137,7 +140,8 @@ class DecodeWork:
 
     Attributes:
         cache: with S - 1 tokens.
-        layout: what it must compute; plain attention is a layout of one level.
+        layout: what it must compute; plain attention is a layout of one level. With fewer bits, over the
+            numbers that the cache has.
         new: query, key and value of token S, (B, H, 1, D) each.
         length: S.
     """
@@ -163,8 +167,14 @@ class DecodeWork:
 
     def check(self) -> Iterator[Check]:
         """Every row of two steps against float64."""
-        q, _, _ = self.new
-        expected = reference(q.shape[0], q.shape[1], self.length, self.layout, q.device, q.dtype)
+        q, k, v = self.new
+        if isinstance(self.cache, LevelsCache) and self.cache.cache.storage is not None:
+            self.prepare()
+            held = self.cache.cache.dense_past(k, v)
+            keys, values = (torch.cat([past, x], dim=2) for past, x in zip(held, (k, v), strict=True))
+            (expected,) = row_reference(q, keys, values, self.layout, torch.zeros(1).long().to(q.device), None)
+        else:
+            expected = reference(q.shape[0], q.shape[1], self.length, self.layout, q.device, q.dtype)
         for _ in range(2):
             self.prepare()
             yield self(), expected
@@ -204,13 +214,18 @@ def decode_work(
     elif label == CAT:
         cache = ConcatenatedCache(k, v)
     else:
-        cache = LevelsCache(LevelCache(layout, max_length=None if label == GROWING else length), k, v)
+        options = {"max_length": None if label == GROWING else length, "storage": STORAGES.get(label)}
+        cache = LevelsCache(LevelCache(layout, **options), k, v)
     new = (q, k[:, :, -1:].clone(), v[:, :, -1:].clone())
     return DecodeWork(cache=cache, layout=layout, new=new, length=length)
 
 
 def decode_layout(label: str, length: int) -> LevelLayout:
     """What a variant computes; full attention is one level."""
+    if label == STREAMING:
+        return LevelLayout.sliding((DIM,), (252,), sink_tokens=4)
+    if label in STORAGES:
+        label = PLAIN_LEVEL
     return layout_of("mlr 8x8" if label == GROWING else label, length, DIM)
 
 
@@ -226,6 +241,7 @@ def decode_groups(
     for batch in batches:
         for length in lengths:
             labels = [BASELINE, *([CAT] if batch * length <= CAT_TOKENS else []), PLAIN_LEVEL, *LAYOUTS[DIM], GROWING]
+            labels += [*STORAGES, STREAMING]
             yield Group(
                 mode="decode", cases=tuple(_case(label, batch, length, heads, device, dtype) for label in labels)
             )
@@ -237,16 +253,20 @@ def _case(label: str, batch: int, length: int, heads: int, device: torch.device,
 
     layout = decode_layout(label, length)
     kept = layout.key_cache_size(length) + layout.value_cache_size(length, DIM)  # per head; all of it is read
-    moved = kept + 2 * DIM  # the query and the output; the new key and value are among what is kept
+    moved = (kept + 2 * DIM) * dtype.itemsize  # the query and the output; the new key and value are kept
     if label == CAT:
-        moved += kept  # every number is written too
+        moved += kept * dtype.itemsize  # every number is written too
+    if (storage := STORAGES.get(label)) is not None:
+        codes = 2 * DIM * storage.first_exact(length - 1)
+        moved -= codes * dtype.itemsize
+        moved += codes * int(storage.key_bits) // 8 + 2 * 2 * codes // storage.group_size  # type: ignore[call-overload]
     return Case(
         benchmark="decode",
         label=label,
         sizes={"S": length, "B": batch, "H": heads, "D": DIM},
         build=build,
         flops=batch * heads * 2 * kept,
-        bytes=batch * heads * moved * dtype.itemsize,
+        bytes=batch * heads * moved,
         is_baseline=label == BASELINE,
         measures_memory=batch == 1 and length in MEMORY_LENGTHS,
         tokens=batch,

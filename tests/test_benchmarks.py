@@ -402,6 +402,7 @@ def test_decoding_is_planned() -> None:
             (batch, 2**power) for batch in (1, 8) for power in range(10, 17)
         ]
         labels = {decode.BASELINE, decode.CAT, decode.PLAIN_LEVEL, decode.GROWING, *attention.LAYOUTS[64]}
+        labels |= {*decode.STORAGES, decode.STREAMING}
         assert all({case.label for case in group.cases} == labels for group in groups[:-1])
         assert {case.label for case in groups[-1].cases} == labels - {decode.CAT}
 
@@ -439,6 +440,15 @@ def test_counts_of_decoding(label: str, keys: list[int], values: list[int]) -> N
     if isinstance(work.cache, decode.LevelsCache):
         assert work.cache.cache.length == 1024
         assert work.cache.cache.key_nbytes == 2 * 3 * 4 * sum(keys)
+
+
+@pytest.mark.parametrize("label", [*decode.STORAGES, decode.STREAMING])
+def test_steps_of_few_bits_and_few_tokens_are_right(label: str) -> None:
+    case, work = _decoding(label, 1024)
+    for out, expected in work.check():
+        torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
+    assert work.cache_nbytes < 0.55 * 2 * 3 * 2 * 4 * 64 * 1024
+    assert case.bytes < 0.4 * 2 * 3 * 2 * 4 * 64 * 1024
 
 
 def test_what_a_growing_cache_allocates_is_rounded_up_to_pages() -> None:

@@ -1,5 +1,7 @@
 """Models of transformers with sink tokens, and with a cache of 8 and 4 bits."""
 
+import copy
+
 import hf_models as models
 import pytest
 import torch
@@ -7,7 +9,7 @@ from transformers import AttentionInterface
 
 import structattn as sa
 from structattn.errors import ConfigError
-from structattn.integrations.transformers import level_cache, register_attention, structurize
+from structattn.integrations.transformers import level_cache, load_structurized, register_attention, structurize
 from structattn.testing.tolerances import assert_close
 
 STORAGE = sa.Storage(key_bits=8, value_bits=4, group_size=4, residual=6)
@@ -70,6 +72,29 @@ def test_a_window_with_sink_tokens_is_the_mask_that_says_so() -> None:
     assert_close(torch.cat(parts, 1), expected)
 
 
+@torch.no_grad()
+def test_the_storage_of_a_model_is_saved_with_it(tmp_path) -> None:
+    torch.manual_seed(0)
+    plain, tokens = models.llama().double().eval(), ids(1, 40)
+    exact = structurize(copy.deepcopy(plain), "standard")
+    model = structurize(plain, "standard", storage=STORAGE)
+    model.save_pretrained(tmp_path)
+    options = {"max_new_tokens": 15, "do_sample": False, "return_dict_in_generate": True}
+    for each in (model, load_structurized(tmp_path, dtype=torch.float64).eval()):
+        found = each.generate(tokens, **options)
+        assert all(layer.storage == STORAGE for layer in found.past_key_values.layers)
+        cache = level_cache(exact, storage=STORAGE)
+        assert torch.equal(found.sequences, exact.generate(tokens, past_key_values=cache, **options).sequences)
+        assert level_cache(each).layers[0].storage == STORAGE
+    with pytest.raises(ConfigError, match="a paged cache stores numbers as they are"):
+        model.init_continuous_batching()
+    model.config.structattn["storage"] = {"bits": 4}
+    with pytest.raises(ConfigError, match=r"config.structattn\['storage'\] needs key_bits, "):
+        level_cache(model)
+
+
 def test_a_storage_is_one_of_ours() -> None:
     with pytest.raises(ConfigError, match="storage must be a Storage"):
         level_cache(structurize(models.llama(), "standard"), storage="4 bits")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="storage must be a Storage"):
+        structurize(models.llama(), "standard", storage="4 bits")  # type: ignore[arg-type]

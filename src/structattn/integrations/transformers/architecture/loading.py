@@ -250,7 +250,7 @@ class StructuredModelMixin(NotCopied):
         cache = model_kwargs.get(CACHE)
         if isinstance(cache, Cache):
             for index in self.attention_layers():
-                level_cache_layer(cache, index)
+                level_cache_layer(cache, index, self.config)  # type: ignore[attr-defined]
             if generation_config.is_assistant:
                 cache.activate_past_recording()
 

@@ -18,6 +18,7 @@ from transformers import ContinuousBatchingConfig, PreTrainedModel
 
 from structattn.cache.paged import LayerShape, PagedCache, PagePool, ShapeProbe, Tokens
 from structattn.errors import CacheError, ConfigError, MissingDependencyError
+from structattn.integrations.transformers.caches.model_cache import storage_of
 from structattn.memory import free_memory
 
 if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 20):
@@ -379,7 +380,14 @@ def _probed(model: PreTrainedModel) -> tuple[list[LayerShape], torch.dtype]:
 def manager(
     model: PreTrainedModel, generation_config: Any, continuous_batching_config: Any, workload_hints: Any
 ) -> ContinuousBatchingManager:
-    """What ``init_continuous_batching`` returns: the manager that was kept for this model, or a new one."""
+    """What ``init_continuous_batching`` returns: the manager that was kept for this model, or a new one;
+    raises ``ConfigError`` for a model whose caches store fewer bits.
+    """
+    if storage_of(model.config) is not None:
+        raise ConfigError(
+            "a paged cache stores numbers as they are, and the config of this model asks for fewer bits: use "
+            "generate(), or load the model without config.structattn['storage']"
+        )
     kept = getattr(model, "_cached_continuous_batching_manager", None)
     if isinstance(kept, ContinuousBatchingManager):
         return kept

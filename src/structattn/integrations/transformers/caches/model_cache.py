@@ -27,7 +27,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from structattn.cache import PAGE_SIZE, Storage
 from structattn.cache.numbers import give_numbers, is_traced
 from structattn.cache.paged import PackedCache
-from structattn.checks import check_size, check_type
+from structattn.checks import check_size, check_type, quoted
 from structattn.errors import CacheError, ConfigError
 from structattn.integrations.transformers.caches.hybrid_cache import HybridCacheLayer, check_states, states_of
 from structattn.integrations.transformers.caches.layer_cache import LevelCacheLayer, RowChange, removed_tokens
@@ -355,7 +355,8 @@ def level_cache(
 
     Args:
         model: only the numbers of its layers with attention are read.
-        max_length, page_size, storage: see ``LevelCacheLayer``, which raises ``ConfigError`` for them.
+        max_length, page_size, storage: see ``LevelCacheLayer``, which raises ``ConfigError`` for them. The
+            default storage is that of the model's config, which ``structurize`` writes.
 
     Example:
         >>> model = structurize(model, "standard")  # doctest: +SKIP
@@ -368,7 +369,7 @@ def level_cache(
     # transformers 5.17 makes layers of keys for the recurrent layers of Recurrent Gemma too.
     numbers = model.attention_layers() if hasattr(model, "attention_layers") else range(len(layers))
     for index in set(numbers) & set(range(len(layers))):
-        options = {"max_length": max_length, "page_size": page_size, "storage": storage}
+        options = {"max_length": max_length, "page_size": page_size, "storage": storage or storage_of(config)}
         layers[index] = _own_layer(layers[index], **options) or layers[index]
     return LevelCaches(layers=layers)
 
@@ -396,8 +397,25 @@ def _own_layer(layer: Any, **options: Any) -> LevelCacheLayer | None:
     return HybridCacheLayer(layer.number_of_states, **options) if has_state(layer) else None
 
 
-def level_cache_layer(cache: Cache, index: int) -> LevelCacheLayer:
+def storage_of(config: Any) -> Storage | None:
+    """How the cache of a model stores numbers, by its config; raises ``ConfigError`` where that is no
+    storage.
+    """
+    entry = getattr(config, "structattn", None)
+    options = entry.get("storage") if isinstance(entry, dict) else None
+    if options is None:
+        return None
+    names = [field.name for field in fields(Storage)]
+    if not isinstance(options, dict) or not set(options) <= set(names):
+        raise ConfigError(f"config.structattn['storage'] needs {', '.join(names)}, got {quoted(options)}")
+    return Storage(**options)
+
+
+def level_cache_layer(cache: Cache, index: int, config: Any = None) -> LevelCacheLayer:
     """The layer of a cache as a ``LevelCacheLayer``; an empty layer that transformers made is replaced.
+
+    Args:
+        config: of the model, which may say how numbers are stored.
 
     Raises:
         CacheError: the cache is of a kind that cannot be replaced, or is filled already.
@@ -412,7 +430,7 @@ def level_cache_layer(cache: Cache, index: int) -> LevelCacheLayer:
     layer = cache.layers[index] if index < len(cache.layers) else None
     if isinstance(layer, LevelCacheLayer):
         return layer
-    new_layer = _own_layer(layer)
+    new_layer = _own_layer(layer, storage=storage_of(config))
     if layer is None or new_layer is None or layer.get_seq_length() > 0:
         raise CacheError(
             f"layer {index} of the cache is {layer!r}, whose keys structured attention cannot use: give "

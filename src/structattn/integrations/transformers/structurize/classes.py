@@ -14,6 +14,7 @@ from transformers import AutoConfig, GenerationMixin, PreTrainedConfig, PreTrain
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
+from structattn.cache import Storage
 from structattn.checks import check_int, is_int, quoted
 from structattn.errors import CheckpointError, ConfigError
 from structattn.integrations.transformers.architecture.auto_map import AUTO_MODELS, SelfLoadingConfig, publish
@@ -22,6 +23,7 @@ from structattn.integrations.transformers.architecture.inputs import checked
 from structattn.integrations.transformers.architecture.loading import StructuredModelMixin, first_keys, structure_entry
 from structattn.integrations.transformers.attention.adapters import complete, has_adapter
 from structattn.integrations.transformers.attention.registration import record_outputs
+from structattn.integrations.transformers.caches.model_cache import storage_of
 from structattn.integrations.transformers.calibration.splits import CALIBRATED_SPLITS
 from structattn.integrations.transformers.structurize.modules import (
     IMPLEMENTATION,
@@ -66,6 +68,7 @@ class StructureRecord:
         pair_orders: for each layer and key head the rotary pairs in the order of the levels, where they are
             calibrated. They are part of the config, as the specs are: the weights remain those of the plain
             model, in names and order.
+        storage: in which bits the cache of the model stores numbers. Recorded where it is given.
     """
 
     specs: tuple[str | None, ...]
@@ -75,6 +78,7 @@ class StructureRecord:
     rotations: tuple[str | None, ...]
     keys_of: tuple[int | None, ...]
     pair_orders: tuple[tuple[tuple[int, ...], ...] | None, ...]
+    storage: Storage | None = None
 
     @classmethod
     def read(cls, config: PreTrainedConfig) -> StructureRecord:
@@ -122,6 +126,7 @@ class StructureRecord:
             pair_orders=read_pair_orders(
                 entry.get("pair_orders"), specs, rotations, length, is_needed=split in CALIBRATED_SPLITS
             ),
+            storage=storage_of(config),
         )
 
     def structure(self, module: torch.nn.Module, layer: int) -> Structure:

@@ -171,7 +171,7 @@ class StructuredAttention(NumberedLayer):
             )
         for argument in (*args, *kwargs.values()):
             if isinstance(argument, Cache) and self.structure.has_keys:
-                level_cache_layer(of_decoder(argument), self.layer_idx)
+                level_cache_layer(of_decoder(argument), self.layer_idx, self.config)
         return super().forward(*args, **kwargs)
 
     def extra_repr(self) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from structattn.cache import Storage
 from structattn.checks import check_path, check_type, describe, is_int
 from structattn.errors import ConfigError
 from structattn.integrations.hub import source_config
@@ -43,6 +45,7 @@ def structurize(
     rotary_split: str = "low_far",
     context_length: int | None = None,
     calibration: Calibration | None = None,
+    storage: Storage | None = None,
 ) -> PreTrainedModel:
     """Puts structured attention into a trained decoder of transformers; without a calibration its weights are
     kept.
@@ -77,6 +80,9 @@ def structurize(
             positions.
         context_length: from which blocks are halved. Default: ``config.max_position_embeddings``.
         calibration: of this model, from ``calibrate``. Default ``None``: no weight changes.
+        storage: in which bits the caches of the model store numbers, ``level_cache`` and those that
+            ``generate`` makes: ``structurize(model, "standard", storage=sa.Storage(4, 4))`` gives any
+            supported model a cache of 4 bits. It is saved with the model. Default ``None``: as they are.
 
     Returns:
         The model, now of a class such as ``StructAttnLlamaForCausalLM``. ``save_pretrained`` keeps the
@@ -103,6 +109,9 @@ def structurize(
     layouts = {layer: layout for layer, text in enumerate(specs) if (layout := _levels(text, length)) is not None}
 
     config = _config_with_record(model.config, attention, specs, length, split)
+    if storage is not None:
+        check_type("storage", storage, Storage, "a Storage, such as sa.Storage(key_bits=4), or None")
+        config.structattn["storage"] = dataclasses.asdict(storage)
     if calibration is not None:
         _add_calibration(config, split, calibration, layouts)
     record = _checked_record(config, attention)

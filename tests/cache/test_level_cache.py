@@ -539,6 +539,7 @@ def test_layers_crop_together_or_not_at_all() -> None:
         ({"left_padding": [1, -1]}, "left_padding needs one int of at least 0 per batch row"),
         ({"left_padding": [0.5]}, "left_padding needs one int"),
         ({"layout": LAYOUTS["global window"], "window": 3}, "a global-window layout has its own window"),
+        ({"layout": LAYOUTS["sink tokens"], "chunk_size": 4}, "see no other chunk, and so no sink tokens"),
     ],
 )
 def test_options_out_of_range(options, message) -> None:

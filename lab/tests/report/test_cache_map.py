@@ -11,8 +11,9 @@ from made_records import made_comparison, made_row
 import structattn as sa
 from structattn_lab.records import ComparisonRecord
 from structattn_lab.report.cache_map import cache_table
-from structattn_lab.report.figures.comparison import draw
+from structattn_lab.report.figures.comparison import drawings
 from structattn_lab.report.numbers import DASH
+from structattn_lab.report.writer import write_figures
 from structattn_lab.tasks.registry import report_of
 
 SPECS = ["standard", "[standard,window:4]", "mlr:8|4|4,values=8|4|4", "sliding:8|8@-|4", "bilinear-btt:1"]
@@ -62,12 +63,12 @@ def test_without_caches_of_different_sizes_there_is_no_map(tmp_path: Path) -> No
     table = cache_table(one)
     assert table is not None
     assert [line.cells[1] for line in table.lines] == ["128", DASH]
-    assert not {"cache", "decode-time"} & {figure.name for figure in draw(one, tmp_path, report_of(one))}
+    assert not {"cache", "decode-time"} & set(write_figures(drawings(one, report_of(one)), tmp_path))
 
 
 @pytest.mark.full
 def test_figures_are_drawn(tmp_path: Path) -> None:
-    figures = {figure.name: figure for figure in draw(recall(), tmp_path, report_of(recall()))}
+    figures = write_figures(drawings(recall(), report_of(recall())), tmp_path)
     assert {"cache", "decode-time"} <= set(figures)
     assert "95 % intervals" in figures["cache"].caption
     assert "the grey line joins" in figures["cache"].caption

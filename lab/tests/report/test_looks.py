@@ -17,7 +17,7 @@ from structattn_lab.report import comparison
 from structattn_lab.report.figures.comparison import draw_scores
 from structattn_lab.report.figures.curves import draw_curves
 from structattn_lab.report.numbers import fmt_date, fmt_pm
-from structattn_lab.report.page import write_page
+from structattn_lab.report.page import page_text
 from structattn_lab.report.plot import log_axis, new_canvas, row_style
 from structattn_lab.tasks.icl_regression.figures import error_against_rank_over_dimension
 from structattn_lab.tasks.registry import report_of
@@ -70,10 +70,9 @@ def test_letters_have_one_size_in_all_figures_of_a_page(tmp_path: Path) -> None:
     assert {round(float(shown) / float(drawn), 3) for drawn, shown in sizes} == {0.089}
 
 
-def test_long_names_of_metrics_may_go_on_in_a_new_line(tmp_path: Path) -> None:
+def test_long_names_of_metrics_may_go_on_in_a_new_line() -> None:
     record = recorded("icl-regression")
-    written = write_page(comparison.page(record, (), report_of(record)), tmp_path / "r.html")
-    page = written.read_text(encoding="utf-8")
+    page = page_text(comparison.report(record, report_of(record)), {})
     assert re.search(r'<th scope="col">last_<wbr>point_<wbr>error</th>', page)
 
 

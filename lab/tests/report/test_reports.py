@@ -15,11 +15,12 @@ from structattn_lab.compare.pages import write_pages
 from structattn_lab.records import ComparisonRecord
 from structattn_lab.records.common import read_file
 from structattn_lab.report import comparison
-from structattn_lab.report.figures import comparison as figures
+from structattn_lab.report.figures.comparison import drawings
 from structattn_lab.report.numbers import fmt_count, fmt_pm, fmt_score
-from structattn_lab.report.page import write_page
+from structattn_lab.report.page import page_text
 from structattn_lab.report.plot import spread
 from structattn_lab.report.table import Line, Table
+from structattn_lab.report.writer import write_figures
 from structattn_lab.tasks.registry import report_of
 
 FIGURES = {
@@ -93,10 +94,10 @@ def test_a_report_is_complete_and_repeatable(task: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_several", [True, False])
-def test_the_spread_is_shown_where_it_is_known(is_several: bool, tmp_path: Path) -> None:
+def test_the_spread_is_shown_where_it_is_known(is_several: bool) -> None:
     record = recorded("nearest-neighbor")
     record = record if is_several else one_seed(record)
-    page = write_page(comparison.page(record, (), report_of(record)), tmp_path / "r.html").read_text()
+    page = page_text(comparison.report(record, report_of(record)), {})
     assert ("±" in table(record).text()) is is_several
     assert ("One seed was run" in page) is not is_several
     assert ("one seed: spread unknown" in verdict(record)) is not is_several
@@ -113,11 +114,9 @@ def test_page_without_figures_and_with_hostile_names(tmp_path: Path) -> None:
         config=record.config | {"<i>": "</table>"},
         baselines=(replace(record.baselines[0], name="<img src=x>", note="<img src=x>"), *record.baselines[1:]),
     )
-    drawn = figures.draw(record, tmp_path, report_of(record))
-    for shown in (drawn, []):
-        page = write_page(comparison.page(record, shown, report_of(record)), tmp_path / "r.html").read_text(
-            encoding="utf-8"
-        )
+    drawn = write_figures(drawings(record, report_of(record)), tmp_path)
+    for shown in (drawn, {}):
+        page = page_text(comparison.report(record, report_of(record)), shown)
         assert page.count("<figure>") == len(shown)
         assert "<script" not in page
         assert "<img" not in page
@@ -142,7 +141,7 @@ def test_missing_and_diverged_numbers_leave_no_nan(tmp_path: Path) -> None:
         assert not re.search(r"\b(nan|inf)\b", text, flags=re.IGNORECASE)
     assert "standard has no finite score" in verdict(partly)
     nothing = replace(record, rows=tuple(replace(row, **bad) for row in record.rows))
-    assert figures.draw(nothing, tmp_path, report_of(nothing)) == []
+    assert write_figures(drawings(nothing, report_of(nothing)), tmp_path) == {}
     assert "nothing to compare" in verdict(nothing)
     assert "*" not in table(nothing).text()
 
@@ -171,7 +170,7 @@ def test_table_is_aligned_and_marks_the_best() -> None:
     assert lines[8].split() == ["zero", "1.00"]
 
 
-def test_the_best_row_has_the_star_and_the_longest_bar_is_full(tmp_path: Path) -> None:
+def test_the_best_row_has_the_star_and_the_longest_bar_is_full() -> None:
     made = Table(
         header=("name", "settings", "score"),
         lines=(
@@ -182,9 +181,8 @@ def test_the_best_row_has_the_star_and_the_longest_bar_is_full(tmp_path: Path) -
         bars="score",
     )
     record = recorded("nearest-neighbor")
-    page = comparison.page(record, (), report_of(record))
-    page = replace(page, sections=[replace(page.sections[0], table=made)])
-    html = write_page(page, tmp_path / "r.html").read_text()
+    report = comparison.report(record, report_of(record))
+    html = page_text(replace(report, sections=[replace(report.sections[0], table=made)]), {})
     assert re.search(r'<tr class="best">\s*<th scope="row">★ a</th>\s*<td class="words">x=1</td>', html)
     assert re.findall(r'<span class="track">([^<]*)<span class="bar" style="width:([^"]*)"', html) == [
         ("0.5", "50.0%"),

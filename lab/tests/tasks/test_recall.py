@@ -19,7 +19,8 @@ from structattn.seeds import generator
 from structattn.testing.tolerances import SAME_MODEL, SIX_DIGITS
 from structattn_lab.records import ComparisonRecord
 from structattn_lab.records.common import read_file
-from structattn_lab.report.figures.comparison import draw
+from structattn_lab.report.figures.comparison import drawings
+from structattn_lab.report.writer import write_figures
 from structattn_lab.settings.training import TrainingConfig
 from structattn_lab.tasks.octaves import octaves
 from structattn_lab.tasks.recall.sequences import Vocabulary, log_uniform
@@ -278,7 +279,7 @@ def test_the_smoke_preset_trains_and_draws_its_figures(tmp_path: Path, capsys) -
     assert main(["compare", "recall", "--preset", "smoke", "--out", str(tmp_path / "out"), *options]) == 0
     assert "chance" in capsys.readouterr().out
     record = read_file(ComparisonRecord, tmp_path / "out" / "results.json")
-    names = {figure.name for figure in draw(record, tmp_path, report_of(record))}
+    names = set(write_figures(drawings(record, report_of(record)), tmp_path))
     assert {"accuracy-by-distance", "loss-by-distance", "cache", "decode-time"} <= names
     for row in record.rows:
         assert row.details["decode_ms"] > 0

@@ -62,7 +62,8 @@ class FitCommand:
         require_extra()
         from structattn_lab.compare.matrix_examples import load_matrix
         from structattn_lab.compare.matrix_fits import fit_matrices
-        from structattn_lab.report.fits import text
+        from structattn_lab.report.fits import report
+        from structattn_lab.report.writer import text
 
         done = fit_matrices(
             [load_matrix(text, self.size) for text in self.matrices],
@@ -73,7 +74,7 @@ class FitCommand:
             command=session.line,
             on_open=session.writes_to,
         )
-        print_results(text(done.record), done)
+        print_results(text(report(done.record)), done)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +124,8 @@ class MupCheckCommand:
         require_extra()
         from structattn_lab.analysis.coordinate_check import QUICK, CheckConfig
         from structattn_lab.compare.mup_check import mup_check
-        from structattn_lab.report.mup import text
+        from structattn_lab.report.mup import report
+        from structattn_lab.report.writer import text
 
         config = QUICK if self.quick else CheckConfig()
         options = {
@@ -149,7 +151,7 @@ class MupCheckCommand:
         ):
             config = replace(config, **changes)
         done = mup_check(config, self.out, command=session.line, on_open=session.writes_to)
-        print_results(text(done.record), done)
+        print_results(text(report(done.record)), done)
 
 
 @dataclass(frozen=True, kw_only=True)

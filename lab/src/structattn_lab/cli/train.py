@@ -319,7 +319,8 @@ class SweepCommand(TaskCommand):
 
     def run(self, session: Session) -> None:
         require_extra()
-        from structattn_lab.report.sweep import text
+        from structattn_lab.report.sweep import report
+        from structattn_lab.report.writer import text
         from structattn_lab.sweep.plan import SweepPlan
         from structattn_lab.sweep.space import RunSettings
         from structattn_lab.sweep.sweep import sweep
@@ -352,4 +353,4 @@ class SweepCommand(TaskCommand):
         )
         best = done.record.best
         assert best is not None  # else the sweep raised an error
-        print_results(f"{text(done.record)}\n\n{best.command}", done)
+        print_results(f"{text(report(done.record))}\n\n{best.command}", done)

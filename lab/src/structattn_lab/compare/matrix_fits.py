@@ -45,9 +45,8 @@ def fit_matrices(
             (before anything is fitted), or an unusable folder.
         DataError: a matrix is not finite.
     """
-    from structattn_lab.report.figures.fits import draw  # matplotlib is optional
-    from structattn_lab.report.fits import page
-    from structattn_lab.report.page import write_results
+    from structattn_lab.report.fits import report  # matplotlib is optional
+    from structattn_lab.report.writer import write_results
 
     names = [matrix.name for matrix in matrices]
     if not matrices or len(set(names)) != len(names):
@@ -76,4 +75,4 @@ def fit_matrices(
             refine=refine,
             matrices=tuple(fit_all(matrix, candidates, show_progress) for matrix, candidates in plans),
         )
-        return write_results(record, folder, draw, page)
+        return write_results(record, report(record), folder)

@@ -42,15 +42,14 @@ def mup_check(
     Raises:
         ConfigError: an unusable folder.
     """
-    from structattn_lab.report.figures.mup import draw  # matplotlib is optional
-    from structattn_lab.report.mup import page
-    from structattn_lab.report.page import write_results
+    from structattn_lab.report.mup import report  # matplotlib is optional
+    from structattn_lab.report.writer import write_results
 
     settings = dataclasses.asdict(config)
     owner = Owner(command="mup check", task="", settings=settings, last=REPORT)
     with opened(out, owner, resume=None, on_open=on_open) as folder:
         record = _record(config, command, show_progress)
-        return write_results(record, folder, draw, page)
+        return write_results(record, report(record), folder)
 
 
 def _record(config: CheckConfig, command: str, show_progress: bool) -> MupRecord:

@@ -1,10 +1,9 @@
-"""A comparison of attention variants at one setting: table, verdict and page."""
+"""A comparison of attention variants at one setting."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from structattn_lab.records.comparison import ComparisonRecord, Row
+from structattn_lab.report.figures.comparison import drawings
 from structattn_lab.report.numbers import (
     DASH,
     finite,
@@ -15,13 +14,14 @@ from structattn_lab.report.numbers import (
     fmt_score,
     fmt_seconds,
 )
-from structattn_lab.report.page import Figure, Origin, Page, Section
+from structattn_lab.report.report import Origin, Report, Section
 from structattn_lab.report.rows import (
     Column,
     baseline_score,
     by_variant,
     fmt_row,
     metric_columns,
+    named,
     ranked_rows,
     score_of,
     standard_row,
@@ -77,20 +77,21 @@ def table(record: ComparisonRecord, task: TaskReport) -> Table:
     )
 
 
-def page(record: ComparisonRecord, figures: Sequence[Figure], task: TaskReport) -> Page:
+def report(record: ComparisonRecord, task: TaskReport) -> Report:
     """Verdict, table, the tables and figures of the task, how to repeat it."""
     several = len(record.seeds) > 1
-    return Page(
+    tables = [table(record, task), *task_tables(record, task)]
+    return Report(
         title=f"Attention compared: {record.task}",
         question=record.question,
         byline=byline(record),
         facts=facts(record),
         verdict=verdict(record, task),
         sections=[
-            Section(heading="Results", table=table(record, task)),
-            *task_sections(record, task),
-            *([Section(heading="Figures", figures=figures)] if figures else []),
+            *(Section(heading="" if i else "Results", table=table) for i, table in enumerate(tables)),
+            Section(heading="Figures", drawings=drawings(named(record, task.name_of), task)),
         ],
+        tables=tables,
         origin=Origin.of(record),
         notes=(
             f"The score is {record.metric}: {record.metric_label}. Lower is better; the bars below the scores share "
@@ -118,11 +119,6 @@ def facts(record: ComparisonRecord) -> dict[str, str]:
         most = "at most " if training.get("patience") else ""
         found["training"] = f"{most}{training['steps']:,} steps of {training['batch_size']:,} examples"
     return found | record.meanings
-
-
-def task_sections(record: ComparisonRecord, task: TaskReport) -> list[Section]:
-    """The tables that the task adds, each in a section."""
-    return [Section(table=table) for table in task_tables(record, task)]
 
 
 def task_tables(record: ComparisonRecord, task: TaskReport) -> list[Table]:

@@ -1,13 +1,15 @@
-"""Fits of structures to matrices: tables, verdict and page."""
+"""Fits of structures to matrices."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 
 from structattn_lab.records.fits import FitRow, FitsRecord, FittedMatrix
+from structattn_lab.report.figures.fits import draw_errors
 from structattn_lab.report.numbers import fmt_count, fmt_date, fmt_seconds
-from structattn_lab.report.page import Figure, Origin, Page, Section
+from structattn_lab.report.report import Origin, Report, Section
 from structattn_lab.report.table import Table
 
 _BUDGET = 0.25
@@ -55,12 +57,6 @@ def _method(row: FitRow) -> str:
     return f"{row.method}{optimal}{detail}"
 
 
-def text(record: FitsRecord) -> str:
-    """The tables and the verdict for a terminal."""
-    note = "error: relative, Frobenius norm; * nearest within a quarter of the dense parameters"
-    return "\n\n".join([*(table.text() for table in tables(record)), note, verdict(record)])
-
-
 def verdict(record: FitsRecord) -> str:
     """For every matrix, what is nearest within a quarter of the dense parameters, beside low rank."""
     sentences = []
@@ -77,17 +73,20 @@ def verdict(record: FitsRecord) -> str:
     return f"Nearest within {100 * _BUDGET:.0f} % of the parameters of a dense matrix. " + " ".join(sentences)
 
 
-def page(record: FitsRecord, figures: Sequence[Figure]) -> Page:
+def report(record: FitsRecord) -> Report:
     """Verdict, figure, a table for each matrix, how to repeat it."""
-    return Page(
+    words, of_matrices = verdict(record), tables(record)
+    note = "error: relative, Frobenius norm; * nearest within a quarter of the dense parameters"
+    return Report(
         title="Structures fitted to matrices",
         question="How near does each structure come to a given matrix, and at how many parameters?",
         byline=[fmt_date(record.created)],
-        verdict=verdict(record),
+        verdict=words,
         sections=(
-            Section(figures=figures),
-            *(Section(heading="Tables" * (not i), table=table) for i, table in enumerate(tables(record))),
+            Section(drawings={"error-against-parameters": functools.partial(draw_errors, record, words)}),
+            *(Section(heading="Tables" * (not i), table=table) for i, table in enumerate(of_matrices)),
         ),
+        tables=(*of_matrices[:-1], replace(of_matrices[-1], notes=(note,))),
         origin=Origin.of(record),
         notes=(
             "Error: ||M - A|| / ||A|| in the Frobenius norm, in float64.",

@@ -1,26 +1,20 @@
-"""The muP check: table, verdict and page."""
+"""The muP check."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from structattn_lab.records.mup import Coordinates, MupRecord, Transfer
+from structattn_lab.report.figures.mup import FLAT, KINDS, drawings, largest_slope
 from structattn_lab.report.numbers import DASH, fmt_date, fmt_seconds
-from structattn_lab.report.page import Figure, Origin, Page, Section
+from structattn_lab.report.report import Origin, Report, Section
 from structattn_lab.report.table import Table
-
-KINDS = {"mup": "muP", "standard": "standard parametrisation"}
-FLAT = 0.1
 
 
 def _where(record: MupRecord, row: Coordinates) -> str:
     largest = row.largest
     return DASH if largest is None else f"{record.quantities[largest.quantity]}, step {largest.step}"
-
-
-def largest_slope(row: Coordinates) -> str:
-    return "diverged" if row.largest is None else f"{row.largest.slope:+.2f}"
 
 
 def _steepness(row: Coordinates) -> float:
@@ -53,11 +47,6 @@ def table(record: MupRecord) -> Table:
     ]
     words = ("parametrisation", "where")
     return Table.of_columns(columns, record.coordinates, words=words, notes=_notes(record))
-
-
-def text(record: MupRecord) -> str:
-    """The table and the verdict for a terminal."""
-    return f"{table(record).text()}\n\n{verdict(record)}"
 
 
 def _notes(record: MupRecord) -> tuple[str, ...]:
@@ -99,18 +88,20 @@ def verdict(record: MupRecord) -> str:
     return words
 
 
-def page(record: MupRecord, figures: Sequence[Figure]) -> Page:
+def report(record: MupRecord) -> Report:
     """Verdict, table, figures, all slopes, how to repeat it."""
-    return Page(
+    whole = table(record)
+    return Report(
         title="Does muP hold?",
         question="Are the sizes inside the model and the best learning rate the same at every width of the model?",
         byline=(fmt_date(record.created), f"{fmt_seconds(record.seconds)} seconds"),
         verdict=verdict(record),
         sections=(
-            Section(heading="Results", table=table(record)),
-            Section(heading="Figures", figures=figures),
+            Section(heading="Results", table=whole),
+            Section(heading="Figures", drawings=drawings(record)),
             Section(heading="Slopes", table=_slopes(record)),
         ),
+        tables=(whole,),
         origin=Origin.of(record),
         notes=(
             "Sizes are root mean squares on held-out prompts, after steps on one fixed batch of in-context regression.",

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import functools
-import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup, escape
 
-from structattn.errors import CheckpointError
-from structattn.files import write_atomic
-from structattn_lab.records.common import REPORT, RESULTS, R, ResultRecord, Results, to_json
-from structattn_lab.report.table import Table
+from structattn_lab.report.report import Report
 
 _REM_PER_POINT = 46 / (
     7.2 * 72
@@ -43,82 +38,14 @@ class Figure:
     alt: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Section:
-    """A part of a page, below a heading if it has one: code, a table with its title and notes, figures."""
-
-    heading: str = ""
-    code: str = ""
-    table: Table | None = None
-    figures: Sequence[Figure] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Origin:
-    """What it takes to repeat a run: the command line; seeds, versions and machine by name; all settings by
-    their dotted names.
-    """
-
-    command: str
-    facts: Sequence[tuple[str, str]]
-    settings: Sequence[tuple[str, str]]
-
-    @classmethod
-    def of(cls, record: ResultRecord) -> Origin:
-        """From the record of a comparison, of fits, of a muP check or of a sweep."""
-        results = vars(record)
-        facts: dict[str, Any] = {name: results[name] for name in ("seeds", "seed", "preset") if name in results}
-        facts |= {f"version of {name}": version for name, version in record.versions.items()}
-        facts |= {name.replace("_gib", " (GiB)"): value for name, value in vars(record.hardware).items()}
-        settings = _flat(results["config"]) if results.get("config") else []
-        return cls(command=record.command, facts=[(k, _short(v)) for k, v in facts.items()], settings=settings)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Page:
-    """What a page shows, in this order.
-
-    Attributes:
-        title, question: what was done, and what it answers.
-        byline: preset, date and seeds, or as much of it as there is.
-        facts: the data, the training and the specs in words, by name.
-        verdict: what the numbers show.
-        sections: tables and figures.
-        origin: how to repeat it.
-        notes: what is measured and how.
-    """
-
-    title: str
-    question: str
-    byline: Sequence[str]
-    verdict: str
-    sections: Sequence[Section]
-    origin: Origin
-    notes: Sequence[str]
-    facts: Mapping[str, str] = field(default_factory=dict)
-
-
-def write_results(
-    record: R, folder: Path, draw: Callable[[R, Path], Sequence[Figure]], page: Callable[[R, Sequence[Figure]], Page]
-) -> Results[R]:
-    """Writes ``results.json``, figures and ``report.html``.
-
-    Raises:
-        CheckpointError: they cannot be written.
-    """
-    try:
-        write_atomic(folder / RESULTS, to_json(record))
-        write_page(page(record, draw(record, folder / "figures")), folder / REPORT)
-    except OSError as error:
-        raise CheckpointError(f"could not write the results to {folder}: {error.strerror or error}") from error
-    return Results(record=record, folder=folder)
-
-
-def write_page(page: Page, path: Path) -> Path:
-    """Writes a page to a file, which is replaced in one step when it exists; returns its path."""
-    text = _template().render(page=page)
-    write_atomic(path, text.encode("utf-8", "replace"))
-    return path
+def page_text(report: Report, figures: Mapping[str, Figure]) -> str:
+    """The page of a report with these figures, by name; a section that shows nothing has no heading."""
+    sections = []
+    for section in report.sections:
+        shown = [figures[name] for name in section.drawings if name in figures]
+        if shown or section.code or section.table:
+            sections.append((section, shown))
+    return _template().render(report=report, sections=sections)
 
 
 @functools.cache
@@ -154,16 +81,3 @@ def inline_svg(figure: Figure) -> Markup:
     # Letters have one size in all figures of a page, however wide each was drawn.
     style = f' style="max-width:{_REM_PER_POINT * float(widest[1]):.1f}rem"' if widest else ""
     return Markup(f'{tag}{style} role="img" aria-label="{escape(figure.alt)}">{rest}')
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, tuple):
-        return ", ".join(map(str, value))
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _flat(value: Any, name: str = "") -> list[tuple[str, str]]:
-    """Nested settings as dotted names and values."""
-    if isinstance(value, Mapping) and value:
-        return [pair for key, child in value.items() for pair in _flat(child, f"{name}.{key}" if name else str(key))]
-    return [(name, value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False))]

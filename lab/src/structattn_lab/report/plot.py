@@ -1,5 +1,4 @@
-"""What the figures share: style, colours, panels, axes, labels that do not overlap, and writing them to
-files.
+"""What the figures share: style, colours, panels, axes, and labels that do not overlap.
 
 Figures are drawn with matplotlib's object interface: no pyplot, no window, no state.
 """
@@ -7,10 +6,10 @@ Figures are drawn with matplotlib's object interface: no pyplot, no window, no s
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
-from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -19,9 +18,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as MplFigure
 from matplotlib.ticker import AutoLocator, FixedLocator, FuncFormatter, Locator, LogLocator, NullFormatter, NullLocator
 
-from structattn.files import remove_temporary, write_atomic
 from structattn_lab.records.comparison import ComparisonRecord, Row
-from structattn_lab.report.page import Figure
 
 OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _LINES = ("-", "--", "-.", ":")
@@ -46,7 +43,6 @@ _STYLE: dict[str, Any] = {
     "ytick.color": "#444444",
 }
 
-Record = TypeVar("Record")
 Box = tuple[float, float, float, float]
 
 
@@ -124,47 +120,26 @@ def wide(values: Iterable[float]) -> bool:
 
 
 Drawing = tuple[MplFigure, str, str]  # with its caption and a description for readers who do not see it
+Drawings = dict[str, Callable[[], Drawing | None]]  # by file name; ``None`` where there is nothing to show
 MOST_COLUMNS = 4  # panels side by side
 
 
-def write_figures(
-    record: Record, drawings: Mapping[str, Callable[[Record], Drawing | None]], folder: Path
-) -> list[Figure]:
-    """Draws figures in the style of this file and writes each as PNG and SVG, the same bytes for the same
-    data.
-
-    Args:
-        record: what is drawn.
-        drawings: the figures by name, the stem of both files; ``None`` when there is nothing to show, and no
-            file is written.
-        folder: where the files go; made when missing.
-    """
-    figures = []
-    for name, draw in drawings.items():
-        style: Any = {**_STYLE, "svg.hashsalt": f"structattn-{name}"}
-        with matplotlib.rc_context(style):
-            drawing = draw(record)
-            if drawing is not None:
-                canvas, caption, alt = drawing
-                png, svg = (_write(canvas, folder / f"{name}.{kind}") for kind in ("png", "svg"))
-                figures.append(Figure(name, png, svg, caption, alt))
-    return figures
+@contextmanager
+def in_style(name: str = "") -> Iterator[None]:
+    """Figures are drawn in the style of this file; the ids in the SVG of a name are always the same."""
+    style: Any = _STYLE | ({"svg.hashsalt": f"structattn-{name}"} if name else {})
+    with matplotlib.rc_context(style):
+        yield
 
 
 def png(draw: Callable[[], MplFigure]) -> bytes:
     """A figure in the style of this file."""
-    style: Any = _STYLE
-    with matplotlib.rc_context(style):
-        return _content(draw(), "png")
+    with in_style():
+        return content(draw(), "png")
 
 
-def _write(canvas: MplFigure, path: Path) -> Path:
-    remove_temporary(path.parent)
-    write_atomic(path, _content(canvas, path.suffix[1:]))
-    return path
-
-
-def _content(canvas: MplFigure, kind: str) -> bytes:
+def content(canvas: MplFigure, kind: str) -> bytes:
+    """The bytes of a file of that kind, the same for the same figure."""
     metadata: Any = dict.fromkeys(("Date", "Creator", "Format", "Type")) if kind == "svg" else {}
     buffer = io.BytesIO()
     canvas.savefig(buffer, format=kind, dpi=160, metadata=metadata)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
-from structattn_lab.records.comparison import BaselineRow, ComparisonRecord, Row
+from structattn_lab.records.comparison import BaselineRow, Choice, ComparisonRecord, LawPoint, Row, Scaling, Series
 from structattn_lab.report.numbers import finite, finite_list, fmt_pm, fmt_score
 
 AnyRow = TypeVar("AnyRow", Row, BaselineRow)
@@ -124,3 +125,54 @@ def baselines_in_view(record: ComparisonRecord, values: Sequence[float]) -> tupl
         else:
             away += f"; {name} ({fmt_score(value)}) lies outside the axis"
     return shown, away
+
+
+def named(record: ComparisonRecord, name_of: Callable[[str], str]) -> ComparisonRecord:
+    """The record with every spec by the name that figures give it."""
+    laws = record.scaling
+    if laws is not None:
+        series = tuple(replace(line, spec=name_of(line.spec)) for line in laws.series)
+        laws = replace(laws, baseline=name_of(laws.baseline), series=series)
+    rows = tuple(replace(row, spec=name_of(row.spec)) for row in record.rows)
+    return replace(record, rows=rows, scaling=laws)
+
+
+def group_record(record: ComparisonRecord, choice: Choice) -> ComparisonRecord:
+    """The record of one group with the chosen row of each method alone, as a comparison of one size has
+    them.
+    """
+    rows = tuple(replace(record.rows[i], variant=None) for i in choice.rows)
+    baselines = tuple(replace(record.baselines[i], variant=None) for i in choice.baselines)
+    return replace(record, rows=rows, baselines=baselines, search=None)
+
+
+def choices_of(record: ComparisonRecord) -> tuple[Choice, ...]:
+    """The choices of a comparison that has a search."""
+    assert record.search is not None
+    return record.search
+
+
+def searched_settings(record: ComparisonRecord) -> list[str]:
+    """What there was to choose from, in the order of the recipe."""
+    return list(dict.fromkeys(row.searched or "" for row in record.rows))
+
+
+def laws(record: ComparisonRecord) -> Scaling:
+    """The scaling laws of a comparison that has them."""
+    assert record.scaling is not None
+    return record.scaling
+
+
+def settings_of(record: ComparisonRecord) -> list[str | None]:
+    """What is varied besides width and budget, in order; ``[None]`` where nothing is."""
+    return list(dict.fromkeys(series.setting for series in laws(record).series))
+
+
+def series_of(record: ComparisonRecord, setting: str | None) -> list[Series]:
+    """The series of a setting, in the order of the recipe."""
+    return [series for series in laws(record).series if series.setting == setting]
+
+
+def mean_loss(point: LawPoint) -> float:
+    """Over the seeds."""
+    return statistics.fmean(point.losses)

@@ -1,39 +1,20 @@
-"""Scaling laws of a grid of widths and budgets: table, verdict and page."""
+"""Scaling laws of a grid of widths and budgets."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from structattn_lab.records.comparison import ComparisonRecord, Law, LawPoint, Row, Scaling, Series
+from structattn_lab.records.comparison import ComparisonRecord, Law, LawPoint, Row, Series
 from structattn_lab.report.comparison import byline, facts
+from structattn_lab.report.figures.scaling import drawings
 from structattn_lab.report.numbers import DASH, fmt_count, fmt_flops, fmt_mib, fmt_pm, fmt_score
-from structattn_lab.report.page import Figure, Origin, Page, Section
-from structattn_lab.report.rows import fmt_row, row_name
+from structattn_lab.report.report import Origin, Report, Section
+from structattn_lab.report.rows import fmt_row, laws, mean_loss, named, row_name, series_of, settings_of
 from structattn_lab.report.table import Table
+from structattn_lab.report.task_report import TaskReport
 
 OneLaw = tuple[Series, Law]  # a law, and the series that it is of
-
-
-def laws(record: ComparisonRecord) -> Scaling:
-    """The scaling laws of a comparison that has them."""
-    assert record.scaling is not None
-    return record.scaling
-
-
-def settings_of(record: ComparisonRecord) -> list[str | None]:
-    """What is varied besides width and budget, in order; ``[None]`` where nothing is."""
-    return list(dict.fromkeys(series.setting for series in laws(record).series))
-
-
-def series_of(record: ComparisonRecord, setting: str | None) -> list[Series]:
-    """The series of a setting, in the order of the recipe."""
-    return [series for series in laws(record).series if series.setting == setting]
-
-
-def mean_loss(point: LawPoint) -> float:
-    """Over the seeds."""
-    return statistics.fmean(point.losses)
 
 
 def multiplier_words(law: Law, *, is_baseline: bool) -> str:
@@ -135,21 +116,23 @@ def _of_setting(record: ComparisonRecord, setting: str | None) -> str:
     return " ".join([sentence, *(f"{words[kind]}: {', '.join(names)}." for kind, names in groups.items() if names)])
 
 
-def page(record: ComparisonRecord, figures: Sequence[Figure]) -> Page:
+def report(record: ComparisonRecord, task: TaskReport) -> Report:
     """Verdict, laws, figures, the laws at each width, all models, how to repeat it."""
     header = facts(record) | {"training": "as many steps as each budget pays for"}
-    return Page(
+    whole = table(record)
+    return Report(
         title=f"Scaling laws of attention: {record.task}",
         question="Which attention reaches the same loss with less compute?",
         byline=byline(record),
         facts=header,
         verdict=verdict(record),
         sections=(
-            Section(heading="Results", table=table(record)),
-            Section(heading="Figures", figures=figures),
+            Section(heading="Results", table=whole),
+            Section(heading="Figures", drawings=drawings(named(record, task.name_of), task)),
             Section(heading="Laws at each width", table=_by_width(record)),
             Section(heading="All models", table=_models(record)),
         ),
+        tables=(whole,),
         origin=Origin.of(record),
         notes=(
             "Compute is counted in closed form from the structure, 2 FLOPs per multiply-add, output head included; "

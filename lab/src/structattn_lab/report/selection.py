@@ -1,38 +1,26 @@
-"""Model selection: for each method the setting that validation chose, in a table, a verdict and a page."""
+"""Model selection: for each method the setting that validation chose."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import replace
 
 from structattn_lab.records.comparison import BaselineRow, Choice, ComparisonRecord, Row
-from structattn_lab.report.comparison import byline, facts, task_sections
+from structattn_lab.report.comparison import byline, facts, task_tables
+from structattn_lab.report.figures.selection import drawings
 from structattn_lab.report.numbers import DASH, finite, fmt_count, fmt_score, fmt_seconds
-from structattn_lab.report.page import Figure, Origin, Page, Section
-from structattn_lab.report.rows import Column, baseline_score, fmt_row, metric_columns
+from structattn_lab.report.report import Origin, Report, Section
+from structattn_lab.report.rows import (
+    Column,
+    baseline_score,
+    choices_of,
+    fmt_row,
+    group_record,
+    metric_columns,
+    named,
+    searched_settings,
+)
 from structattn_lab.report.table import Line, Table
 from structattn_lab.report.task_report import TaskReport
-
-
-def group_record(record: ComparisonRecord, choice: Choice) -> ComparisonRecord:
-    """The record of one group with the chosen row of each method alone, as a comparison of one size has
-    them.
-    """
-    rows = tuple(replace(record.rows[i], variant=None) for i in choice.rows)
-    baselines = tuple(replace(record.baselines[i], variant=None) for i in choice.baselines)
-    return replace(record, rows=rows, baselines=baselines, search=None)
-
-
-def choices_of(record: ComparisonRecord) -> tuple[Choice, ...]:
-    """The choices of a comparison that has a search."""
-    assert record.search is not None
-    return record.search
-
-
-def searched_settings(record: ComparisonRecord) -> list[str]:
-    """What there was to choose from, in the order of the recipe."""
-    return list(dict.fromkeys(row.searched or "" for row in record.rows))
 
 
 def _epochs(record: ComparisonRecord, row: Row) -> str:
@@ -158,23 +146,28 @@ def _differences(record: ComparisonRecord, choice: Choice) -> Table:
     return Table.of(("method", "above the lowest", "critical difference"), rows, title=title)
 
 
-def page(record: ComparisonRecord, figures: Sequence[Figure], task: TaskReport) -> Page:
+def report(record: ComparisonRecord, task: TaskReport) -> Report:
     """Verdict, the chosen rows, figures, every setting, how to repeat it."""
-    sections = [Section(heading="Results", table=table(record)), Section(heading="Figures", figures=figures)]
+    chosen = table(record)
+    sections = [
+        Section(heading="Results", table=chosen),
+        Section(heading="Figures", drawings=drawings(named(record, task.name_of), task)),
+    ]
     for choice in choices_of(record):
         of_group = f": {choice.group}" if choice.group else ""
         sections.append(Section(heading=f"Every setting{of_group}", table=_matrix(record, choice)))
         if choice.critical_differences is not None:
             sections.append(Section(table=_differences(record, choice)))
-        sections += task_sections(group_record(record, choice), task)
+        sections += [Section(table=table) for table in task_tables(group_record(record, choice), task)]
     settings, rates = len(searched_settings(record)), max(1, len(record.config.get("learning_rates") or []))
-    return Page(
+    return Report(
         title=f"Methods compared, each with its best settings: {record.task}",
         question=record.question,
         byline=byline(record),
         facts=facts(record),
         verdict=verdict(record),
         sections=sections,
+        tables=(chosen,),
         origin=Origin.of(record),
         notes=(
             f"Every method had {settings * rates} trials: {settings} settings, at each of them the best of {rates} "

@@ -1,15 +1,14 @@
-"""A hyperparameter sweep: table, verdict, and the page with the command line of the best trial."""
+"""A hyperparameter sweep, with the command line of the best trial."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
-from structattn_lab.records.sweep import BestTrial, Parameter, SweepRecord, Trial
+from structattn_lab.records.sweep import BestTrial, SweepRecord, Trial
+from structattn_lab.report.figures.sweep import drawings, fmt_value, position, short_names
 from structattn_lab.report.numbers import DASH, finite, fmt_count, fmt_date, fmt_score, fmt_seconds
-from structattn_lab.report.page import Figure, Origin, Page, Section
+from structattn_lab.report.report import Origin, Report, Section
 from structattn_lab.report.table import Table
 
 _SHOWN = 12  # trials of the table on a terminal
@@ -37,20 +36,6 @@ def ranked_trials(record: SweepRecord) -> list[Trial]:
     return sorted(record.trials, key=place)
 
 
-def short_names(record: SweepRecord) -> dict[str, str]:
-    """The parameters by a name for tables and axes: the last word, or the whole name where that is another's
-    too.
-    """
-    names = [parameter.name for parameter in record.parameters]
-    last = [name.rpartition(".")[2] for name in names]
-    return {name: word if last.count(word) == 1 else name for name, word in zip(names, last, strict=True)}
-
-
-def fmt_value(value: Any) -> str:
-    """A value of a parameter, short."""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
 def table(record: SweepRecord) -> Table:
     """A line for each trial, best first."""
     states = {trial.status for trial in record.trials}
@@ -68,13 +53,6 @@ def table(record: SweepRecord) -> Table:
     ]
     note = "; ".join(f"{name}: {words}" for name, words in _MEANING.items() if name in states)
     return Table.of_columns(columns, ranked_trials(record), words=("status",), notes=(note,))
-
-
-def text(record: SweepRecord) -> str:
-    """The best trials as a table, and the verdict, for a terminal."""
-    whole = table(record)
-    more = (f"and {len(whole.lines) - _SHOWN} more in the report",) if len(whole.lines) > _SHOWN else ()
-    return replace(whole, lines=whole.lines[:_SHOWN], notes=more).text() + f"\n\n{verdict(record)}"
 
 
 def counts(record: SweepRecord) -> str:
@@ -116,33 +94,23 @@ def _edges(record: SweepRecord, best: BestTrial) -> list[str]:
     return found
 
 
-def position(parameter: Parameter, value: Any) -> float:
-    """Where between the ends of its range a value lies, from 0 to 1; of a choice, its place in the list."""
-    if parameter.choices:
-        choices = list(parameter.choices)
-        return choices.index(value) / (len(choices) - 1) if len(choices) > 1 else 0.5
-    low, high = parameter.ends
-    if parameter.log:
-        low, high, value = math.log(low), math.log(high), math.log(value)
-    return float((value - low) / (high - low)) if high > low else 0.5
-
-
-def page(record: SweepRecord, figures: Sequence[Figure]) -> Page:
+def report(record: SweepRecord) -> Report:
     """Verdict, command line of the best, figures, every trial, how to repeat it."""
     best = record.best
+    whole = table(record)
     sections = []
     if best is not None:
         scores = [[name, f"{value:.6g}"] for name, value in best.test.items()]
         sections.append(Section(heading="Train the best again", code=best.command))
         sections.append(Section(table=Table.of(("on the test split", "score"), scores)))
-    if figures:
-        sections.append(Section(heading="Figures", figures=figures))
-    sections.append(Section(heading="Trials", table=table(record)))
+    sections.append(Section(heading="Figures", drawings=drawings(record)))
+    sections.append(Section(heading="Trials", table=whole))
     reasons = [(str(trial.number), trial.status, trial.message) for trial in record.trials if trial.message]
     if reasons:
         why = Table.of(("trial", "status", "why"), reasons, words=("status", "why"))
         sections.append(Section(heading="Trials without a score", table=why))
-    return Page(
+    more = (f"and {len(whole.lines) - _SHOWN} more in the report",) if len(whole.lines) > _SHOWN else ()
+    return Report(
         title=f"Sweep: {record.task}",
         question="Which settings give the lowest validation score?",
         byline=(
@@ -153,6 +121,7 @@ def page(record: SweepRecord, figures: Sequence[Figure]) -> Page:
         ),
         verdict=verdict(record),
         sections=sections,
+        tables=(replace(whole, lines=whole.lines[:_SHOWN], notes=more),),
         origin=Origin.of(record),
         notes=_notes(record),
     )

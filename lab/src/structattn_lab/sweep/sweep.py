@@ -62,9 +62,8 @@ def sweep(
     Cost: training at most ``plan.trials`` models, and one or two seconds for each to start.
     """
     # Optuna is optional, and so is matplotlib: only sweeps need both.
-    from structattn_lab.report.figures.sweep import draw
-    from structattn_lab.report.page import write_results
-    from structattn_lab.report.sweep import page
+    from structattn_lab.report.sweep import report
+    from structattn_lab.report.writer import write_results
     from structattn_lab.sweep.trials import run_trials
 
     plan = replace(plan)  # with separate tasks: the data may have changed since another sweep
@@ -85,7 +84,7 @@ def sweep(
         journal = Journal(folder.resolve())  # workers have other working folders
         run_trials(plan, journal, runner=runner or LocalRunner(None), show_progress=show_progress)
         record = _record(plan, task, journal, command)
-        results = write_results(record, folder, draw, page)
+        results = write_results(record, report(record), folder)
     return _checked(results)
 
 

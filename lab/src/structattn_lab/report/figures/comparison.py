@@ -3,35 +3,34 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 
 from structattn_lab.records.comparison import ComparisonRecord
 from structattn_lab.report.figures.curves import draw_curves
 from structattn_lab.report.numbers import finite_list
-from structattn_lab.report.page import Figure
 from structattn_lab.report.plot import (
     DASHES,
     GREY,
     Drawing,
+    Drawings,
     dot_rows,
     log_axis,
     new_canvas,
     row_style,
     spread,
     wide,
-    write_figures,
 )
 from structattn_lab.report.rows import baselines_in_view, lowest, ranked_rows, row_name, seed_words
 from structattn_lab.report.task_report import TaskReport
 
 
-def draw(record: ComparisonRecord, folder: Path, task: TaskReport) -> list[Figure]:
-    """Draws the scores, the figures of the task, and the learning curves; a figure without any data is left
-    out.
-    """
-    scores = functools.partial(draw_scores, baselines_title=task.baselines_title)
-    curves = functools.partial(draw_curves, key="step", label="training step")
-    return write_figures(record, {"scores": scores, **task.figures, "learning-curves": curves}, folder)
+def drawings(record: ComparisonRecord, task: TaskReport) -> Drawings:
+    """The scores, the figures of the task, and the learning curves."""
+    of_task: Drawings = {name: functools.partial(draw, record) for name, draw in task.figures.items()}
+    return {
+        "scores": functools.partial(draw_scores, record, task.baselines_title),
+        **of_task,
+        "learning-curves": functools.partial(draw_curves, record, "step", "training step"),
+    }
 
 
 def draw_scores(record: ComparisonRecord, baselines_title: str = TaskReport.baselines_title) -> Drawing | None:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import textwrap
-from pathlib import Path
 
 from matplotlib.axes import Axes
 
 from structattn_lab.records.fits import FitsRecord, FittedMatrix
-from structattn_lab.report.fits import verdict
-from structattn_lab.report.page import Figure
 from structattn_lab.report.plot import (
     GREY,
     OKABE_ITO,
@@ -18,7 +15,6 @@ from structattn_lab.report.plot import (
     mark_axis,
     panel_grid,
     shared_legend,
-    write_figures,
 )
 
 _FLOOR = 1e-4  # smaller errors are drawn on this line: what separates 1e-6 from 1e-15 is not the structure
@@ -35,12 +31,8 @@ _MARKS = {
 }
 
 
-def draw(record: FitsRecord, folder: Path) -> list[Figure]:
-    """Draws error against parameters, one panel per matrix, one line per family."""
-    return write_figures(record, {"error-against-parameters": _drawing}, folder)
-
-
-def _drawing(record: FitsRecord) -> Drawing:
+def draw_errors(record: FitsRecord, verdict: str) -> Drawing:
+    """Error against parameters, one panel per matrix, one line per family; the verdict describes it."""
     matrices = record.matrices
     width = 2.55 if len(matrices) > 1 else 5.0
     figure, panels = panel_grid(len(matrices), 2.7, columns=3, width=width, sharex=True)
@@ -58,7 +50,7 @@ def _drawing(record: FitsRecord) -> Drawing:
         f"line have errors below {_FLOOR:g}."
     )
     names_shown = ", ".join(matrix.name for matrix in matrices)
-    return figure, caption, f"Error against parameters for {names_shown}. {verdict(record)}"
+    return figure, caption, f"Error against parameters for {names_shown}. {verdict}"
 
 
 def _panel(ax: Axes, matrix: FittedMatrix, families: list[str]) -> None:

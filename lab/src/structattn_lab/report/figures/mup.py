@@ -4,39 +4,43 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
 from structattn_lab.records.mup import Coordinates, MupRecord, Transfer
-from structattn_lab.report.mup import FLAT, KINDS, largest_slope
 from structattn_lab.report.numbers import finite
-from structattn_lab.report.page import Figure
 from structattn_lab.report.plot import (
     OKABE_ITO,
     Drawing,
+    Drawings,
     label_left,
     log_axis,
     mark_axis,
     panel_grid,
     shared_legend,
-    write_figures,
 )
 
+KINDS = {"mup": "muP", "standard": "standard parametrisation"}
+FLAT = 0.1
 
-def draw(record: MupRecord, folder: Path) -> list[Figure]:
-    """Draws, per structure, sizes against width and, where it was measured, loss against learning rate."""
-    drawings: dict[str, Callable[[MupRecord], Drawing | None]] = {}
+
+def drawings(record: MupRecord) -> Drawings:
+    """Per structure, sizes against width and, where it was measured, loss against learning rate."""
+    found: Drawings = {}
     for structure in dict.fromkeys(row.structure for row in record.coordinates):
         slug = "".join(c if c.isalnum() else "-" for c in structure)
         sizes = [row for row in record.coordinates if row.structure == structure]
-        drawings[f"coordinates-{slug}"] = functools.partial(_coordinates, pair=sizes)
+        found[f"coordinates-{slug}"] = functools.partial(_coordinates, record, sizes)
         losses = [row for row in record.transfers if row.structure == structure]
         if losses:
-            drawings[f"transfer-{slug}"] = functools.partial(_transfer, pair=losses)
-    return write_figures(record, drawings, folder)
+            found[f"transfer-{slug}"] = functools.partial(_transfer, record, losses)
+    return found
+
+
+def largest_slope(row: Coordinates) -> str:
+    return "diverged" if row.largest is None else f"{row.largest.slope:+.2f}"
 
 
 def _width_axis(ax: Axes, widths: Sequence[int]) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -18,12 +17,12 @@ from matplotlib.ticker import LogFormatterSciNotation, LogLocator, NullFormatter
 
 from structattn_lab.records.comparison import ComparisonRecord, Law, Row, Series
 from structattn_lab.report.numbers import fmt_flops
-from structattn_lab.report.page import Figure
 from structattn_lab.report.plot import (
     DASHES,
     GREY,
     MOST_COLUMNS,
     Drawing,
+    Drawings,
     dot_rows,
     label_left,
     mark_axis,
@@ -31,23 +30,22 @@ from structattn_lab.report.plot import (
     panel_grid,
     shared_legend,
     spec_style,
-    write_figures,
 )
-from structattn_lab.report.scaling import laws, mean_loss, series_of, settings_of
+from structattn_lab.report.rows import laws, mean_loss, series_of, settings_of
 from structattn_lab.report.task_report import TaskReport
 
 
-def draw(record: ComparisonRecord, folder: Path, task: TaskReport) -> list[Figure]:
-    """Draws the figures of a grid of widths and budgets; a figure without any data is left out."""
-    drawings: dict[str, Callable[[ComparisonRecord], Drawing | None]] = {
+def drawings(record: ComparisonRecord, task: TaskReport) -> Drawings:
+    """The figures of a grid of widths and budgets, and those of the task at the largest budget."""
+    of_grid: dict[str, Callable[[ComparisonRecord], Drawing | None]] = {
         "loss-against-compute": _frontiers,
         "compute-saved": _saved,
         "loss-against-compute-by-width": _widths,
         "isoflop": _isoflop,
         "ablation": _ablation,
     }
-    of_task = {name: functools.partial(_of_largest, draw=draw) for name, draw in task.figures.items()}
-    return write_figures(record, drawings | of_task, folder)
+    of_task: Drawings = {name: functools.partial(_of_largest, record, draw) for name, draw in task.figures.items()}
+    return {name: functools.partial(draw, record) for name, draw in of_grid.items()} | of_task
 
 
 def _style(record: ComparisonRecord, spec: str) -> dict[str, Any]:

@@ -5,37 +5,34 @@ from __future__ import annotations
 import functools
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 
 from matplotlib.axes import Axes
 
 from structattn.errors import ConfigError
 from structattn.grammar import assignment, plain_number
 from structattn_lab.records.comparison import Choice, ComparisonRecord
-from structattn_lab.report.page import Figure
 from structattn_lab.report.plot import (
     DASHES,
     GREY,
     Drawing,
+    Drawings,
     label_left,
     mark_axis,
     panel_grid,
     shared_legend,
     spec_style,
-    write_figures,
 )
-from structattn_lab.report.rows import baseline_score, score_of
-from structattn_lab.report.selection import choices_of, group_record, searched_settings
+from structattn_lab.report.rows import baseline_score, choices_of, group_record, score_of, searched_settings
 from structattn_lab.report.task_report import TaskReport
 
 
-def draw(record: ComparisonRecord, folder: Path, task: TaskReport) -> list[Figure]:
-    """Draws the figures of model selection; a figure without any data is left out."""
-    drawings: dict[str, Callable[[ComparisonRecord], Drawing | None]] = {"error-against-setting": _against_setting}
+def drawings(record: ComparisonRecord, task: TaskReport) -> Drawings:
+    """The error against the settings, and the figures of the task for each group."""
+    found: Drawings = {"error-against-setting": functools.partial(_against_setting, record)}
     for index, choice in enumerate(choices_of(record)):
         for name, draw in task.figures.items():
-            drawings[f"{name}-{index + 1}" if index else name] = functools.partial(_of_choice, choice=choice, draw=draw)
-    return write_figures(record, drawings, folder)
+            found[f"{name}-{index + 1}" if index else name] = functools.partial(_of_choice, record, choice, draw)
+    return found
 
 
 def _of_choice(

@@ -4,10 +4,10 @@ on.
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import matplotlib
@@ -16,11 +16,11 @@ from matplotlib.ticker import LogLocator, MaxNLocator
 
 from structattn_lab.records.sweep import Parameter, SweepRecord, Trial
 from structattn_lab.report.numbers import finite, fmt_score
-from structattn_lab.report.page import Figure
 from structattn_lab.report.plot import (
     GREY,
     OKABE_ITO,
     Drawing,
+    Drawings,
     label_left,
     log_axis,
     new_canvas,
@@ -28,9 +28,7 @@ from structattn_lab.report.plot import (
     shared_legend,
     spread,
     wide,
-    write_figures,
 )
-from structattn_lab.report.sweep import fmt_value, position, short_names
 
 _BEST, _BAD = OKABE_ITO[1], OKABE_ITO[3]
 _SCORED, _WITHOUT = ("finished", "stopped"), ("diverged", "failed", "crashed")  # trials with and without a score
@@ -40,11 +38,37 @@ _MOST_POWERS = 8
 _LETTER = 0.068  # inches, of a label
 
 
-def draw(record: SweepRecord, folder: Path) -> list[Figure]:
-    """Draws the figures of a sweep; none of them where no trial has a score."""
+def drawings(record: SweepRecord) -> Drawings:
+    """The figures of a sweep; none of them where no trial has a score."""
     if not _scores(record, _SCORED):
-        return []
-    return write_figures(record, {"parallel": _parallel, "parameters": _against_each, "progress": _progress}, folder)
+        return {}
+    found = {"parallel": _parallel, "parameters": _against_each, "progress": _progress}
+    return {name: functools.partial(draw, record) for name, draw in found.items()}
+
+
+def short_names(record: SweepRecord) -> dict[str, str]:
+    """The parameters by a name for tables and axes: the last word, or the whole name where that is another's
+    too.
+    """
+    names = [parameter.name for parameter in record.parameters]
+    last = [name.rpartition(".")[2] for name in names]
+    return {name: word if last.count(word) == 1 else name for name, word in zip(names, last, strict=True)}
+
+
+def fmt_value(value: Any) -> str:
+    """A value of a parameter, short."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def position(parameter: Parameter, value: Any) -> float:
+    """Where between the ends of its range a value lies, from 0 to 1; of a choice, its place in the list."""
+    if parameter.choices:
+        choices = list(parameter.choices)
+        return choices.index(value) / (len(choices) - 1) if len(choices) > 1 else 0.5
+    low, high = parameter.ends
+    if parameter.log:
+        low, high, value = math.log(low), math.log(high), math.log(value)
+    return float((value - low) / (high - low)) if high > low else 0.5
 
 
 def _trials(record: SweepRecord, states: tuple[str, ...]) -> list[Trial]:

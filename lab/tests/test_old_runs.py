@@ -15,12 +15,12 @@ from structattn.cli import main
 from structattn.testing.tolerances import ANOTHER_ORDER, SIX_DIGITS
 from structattn_lab.compare.pages import write_pages
 from structattn_lab.data.corpus import Corpus
+from structattn_lab.old_formats import todays_spec
 from structattn_lab.records import read_comparison
 from structattn_lab.records.common import read_file
 from structattn_lab.records.fits import FitsRecord
 from structattn_lab.records.mup import MupRecord
 from structattn_lab.records.sweep import SweepRecord
-from structattn_lab.settings.old_specs import todays_spec
 from structattn_lab.training.finished import progress_of, read_finished
 
 TASKS = ("nearest-neighbor", "text", "forecast", "icl-regression", "chronos")

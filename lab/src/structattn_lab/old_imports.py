@@ -36,7 +36,7 @@ MOVED: dict[str, tuple[str, ...]] = {
     "interrupt": ("runs.interrupt",),
     "listings": ("cli.listings",),
     "octaves": ("tasks.octaves",),
-    "old_folders": ("runs.old_folders",),
+    "old_folders": ("old_formats",),
     "recipe": ("settings.recipe",),
     "report.pages": ("compare.pages",),
     "settings": ("settings.overrides",),

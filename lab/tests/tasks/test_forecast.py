@@ -12,7 +12,7 @@ from structattn.errors import ConfigError, DataError
 from structattn.testing.tolerances import SAME_MODEL, SIX_DIGITS
 from structattn_lab.compare.grid import points_of
 from structattn_lab.data.series_file import read_columns
-from structattn_lab.settings.old_specs import with_todays_specs
+from structattn_lab.old_formats import with_todays_specs
 from structattn_lab.settings.recipe import Recipe
 from structattn_lab.settings.training import TrainingConfig
 from structattn_lab.tasks.forecast.baseline_models import BaselineModel, BaselineModelSpec

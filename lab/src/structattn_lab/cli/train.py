@@ -223,9 +223,8 @@ class TrainCommand(TaskCommand):
 
     def run(self, session: Session) -> None:
         require_extra()
+        from structattn_lab.old_formats import run_record, todays_spec
         from structattn_lab.runs.folders import Owner, finished_in, opened
-        from structattn_lab.runs.old_folders import run_record
-        from structattn_lab.settings.old_specs import todays_spec
         from structattn_lab.settings.training import WITHOUT_EFFECT
         from structattn_lab.training.build import empty_model
         from structattn_lab.training.finished import is_finished

@@ -22,6 +22,7 @@ from structattn.progress import progress_bar, say
 from structattn_lab.analysis.model_selection import search
 from structattn_lab.analysis.scaling_law import scaling_laws
 from structattn_lab.compare.grid import ModelCosts, Point, points_of
+from structattn_lab.old_formats import comparison_record
 from structattn_lab.records.common import RESULTS, Results, to_json
 from structattn_lab.records.comparison import (
     BaselineRow,
@@ -40,7 +41,6 @@ from structattn_lab.runner.job import Job
 from structattn_lab.runner.local import LocalRunner
 from structattn_lab.runner.train_all import train_all
 from structattn_lab.runs.folders import Owner, finished_in, opened
-from structattn_lab.runs.old_folders import comparison_record
 from structattn_lab.settings.config_file import write_config
 from structattn_lab.settings.overrides import fields_of
 from structattn_lab.settings.recipe import Recipe

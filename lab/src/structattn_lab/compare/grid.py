@@ -15,10 +15,10 @@ from torch import nn
 
 from structattn.errors import ConfigError
 from structattn_lab.compare.budgets import training_of
+from structattn_lab.old_formats import old_spec
 from structattn_lab.records.comparison import GridPosition
 from structattn_lab.report.numbers import fmt_flops
 from structattn_lab.runner.job import Job
-from structattn_lab.settings.old_specs import old_spec
 from structattn_lab.settings.overrides import Change, apply_overrides, with_changes
 from structattn_lab.settings.recipe import Recipe, Variation
 from structattn_lab.settings.training import TrainingConfig

@@ -14,10 +14,10 @@ from torch import nn
 from structattn.errors import CheckpointError, ConfigError, DataError, nearest_name
 from structattn.typed_records import read_as
 from structattn_lab.compare.grid import Point, points_of
+from structattn_lab.old_formats import old_spec
 from structattn_lab.records.common import RESULTS
 from structattn_lab.records.comparison import BaselineRow, ComparisonRecord, Row, position_of, read_comparison
 from structattn_lab.runs.folders import OWNER
-from structattn_lab.settings.old_specs import old_spec
 from structattn_lab.settings.recipe import Recipe
 from structattn_lab.tasks.factory import TaskFactory
 from structattn_lab.tasks.forecast.baselines import Ridge

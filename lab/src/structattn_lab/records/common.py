@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 from structattn.errors import CheckpointError, ConfigError
 from structattn.machine import Hardware
 from structattn.typed_records import read_as
-from structattn_lab.settings.old_specs import with_todays_specs
+from structattn_lab.old_formats import with_todays_specs
 
 Json = dict[str, Any]  # chosen by a task or a user: settings, and data for the figures of a task
 RESULTS, REPORT = "results.json", "report.html"

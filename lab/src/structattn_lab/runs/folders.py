@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 
 from structattn.errors import ConfigError
 from structattn.files import TEMPORARY, absolute, remove_temporary, write_atomic
+from structattn_lab.old_formats import with_todays_specs
 from structattn_lab.settings.config_file import CONFIG
-from structattn_lab.settings.old_specs import with_todays_specs
 
 if sys.platform != "win32":
     import fcntl

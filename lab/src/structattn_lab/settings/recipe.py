@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from structattn.checks import check_choice, check_field_types, check_int, check_number
 from structattn.errors import ConfigError
-from structattn_lab.settings.old_specs import todays_spec
+from structattn_lab.old_formats import todays_spec
 from structattn_lab.settings.overrides import Change
 from structattn_lab.settings.training import TrainingConfig
 

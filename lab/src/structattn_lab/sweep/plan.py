@@ -14,10 +14,10 @@ from structattn.checks import MAX_SEED, check_choice, check_int
 from structattn.errors import CheckpointError, ConfigError
 from structattn.extensions import shell_prefix
 from structattn.files import write_atomic
+from structattn_lab.old_formats import todays_spec
 from structattn_lab.records.common import read_file, to_json
 from structattn_lab.records.sweep import Parameter, Trial, Value
 from structattn_lab.runner.job import Job
-from structattn_lab.settings.old_specs import todays_spec
 from structattn_lab.settings.overrides import Change, apply_overrides
 from structattn_lab.settings.recipe import MOST_RUNS
 from structattn_lab.sweep.halving import REDUCTION

@@ -22,8 +22,8 @@ from structattn.checks import quoted
 from structattn.errors import ConfigError, nearest_name
 from structattn.grammar import one_of, reading, several, split_list, split_specs
 from structattn.spec.layers import LayerSpecs
+from structattn_lab.old_formats import todays_spec
 from structattn_lab.records.sweep import Parameter
-from structattn_lab.settings.old_specs import todays_spec
 from structattn_lab.settings.overrides import Change, convert, fields_of
 from structattn_lab.settings.training import TrainingConfig
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from structattn.errors import CheckpointError, TrainingFailedError
 from structattn.files import remove_temporary
+from structattn_lab.old_formats import sweep_record
 from structattn_lab.records.common import RESULTS, Results, read_file
 from structattn_lab.records.environment import origin
 from structattn_lab.records.sweep import BestTrial, Scheduler, SweepRecord, Trial
 from structattn_lab.runner.base import Runner
 from structattn_lab.runner.local import LocalRunner
 from structattn_lab.runs.folders import Owner, finished_in, opened
-from structattn_lab.runs.old_folders import sweep_record
 from structattn_lab.settings.training import WITHOUT_EFFECT
 from structattn_lab.sweep.halving import REDUCTION
 from structattn_lab.sweep.plan import OVER, Journal, SweepPlan

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from structattn.errors import CheckpointError
-from structattn_lab.settings.old_specs import todays_spec, with_todays_specs
+from structattn_lab.old_formats import todays_spec, with_todays_specs
 from structattn_lab.settings.training import WITHOUT_EFFECT, TrainingConfig
 from structattn_lab.tasks.base import Task
 

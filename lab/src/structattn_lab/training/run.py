@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from structattn.errors import CheckpointError, TrainingDivergedError
 from structattn.files import remove_temporary
 from structattn.typed_records import read_as
+from structattn_lab.old_formats import todays_spec
 from structattn_lab.records.run import Progress, RunRecord, without_state
 from structattn_lab.settings.config_file import settings_of, write_config
-from structattn_lab.settings.old_specs import todays_spec
 from structattn_lab.settings.trackers import NONE
 from structattn_lab.settings.training import TrainingConfig
 from structattn_lab.tasks.base import Batch, Split, Task

@@ -24,7 +24,7 @@ from structattn.checks import quoted
 from structattn.errors import ConfigError, MissingDependencyError, nearest_name
 from structattn.extras import install_command
 from structattn.grammar import assignment, one_of, reading, split_list
-from structattn_lab.settings.old_specs import todays_spec
+from structattn_lab.old_formats import todays_spec
 
 PREFIX = "baseline:"
 

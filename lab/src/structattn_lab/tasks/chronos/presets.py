@@ -20,8 +20,6 @@ _SMALL = Recipe(
         warmup_steps=20,
         weight_decay=1e-2,
         betas=(0.9, 0.999),
-        eval_every=100,
-        checkpoint_every=200,
     ),
     attention=("standard", "mlr:8|4|2|2", "window:24"),
 )

@@ -63,7 +63,7 @@ _SHORT = replace(
 )
 # The paper's tokens are single steps. It does not state the look-back: here it is twice the shortest horizon.
 _PAPER = Recipe(
-    task=ForecastConfig(look_back=192, patch_length=1, stride=1, embed_dim=512, num_layers=2, num_heads=8, dropout=0.1),
+    task=ForecastConfig(look_back=192, patch_length=1, stride=1, embed_dim=512, num_heads=8, dropout=0.1),
     training=replace(_TRAINING, steps=1000, batch_size=32, warmup_steps=0, eval_every=50, patience=None),
     attention=("standard", "mlr:32|16|8|8", "mlr:32|32", "window:96"),
     seeds=3,

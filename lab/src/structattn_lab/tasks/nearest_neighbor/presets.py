@@ -18,7 +18,6 @@ _DEFAULT = Recipe(
         learning_rate=2e-2,
         schedule="one-cycle",
         betas=(0.9, 0.999),
-        eval_every=100,
         checkpoint_every=250,
     ),
     attention=("standard", "standard:1", "bilinear-btt:1", "bilinear-mlr:4|2|1|1", "bilinear-mlr:1|1|1|5"),

@@ -27,9 +27,7 @@ def _recipe(task: RecallConfig, steps: int, specs: tuple[str, ...]) -> Recipe:
 
 
 _CACHE_MAP = Recipe(
-    task=RecallConfig(
-        kind="joined", context_length=256, num_pairs=32, num_keys=32, num_values=8, num_fillers=8, num_heads=4
-    ),
+    task=RecallConfig(kind="joined", context_length=256, num_pairs=32, num_values=8, num_fillers=8, num_heads=4),
     training=TrainingConfig(
         steps=500,
         batch_size=8,
@@ -55,7 +53,6 @@ _CACHE_MAP_GPU = replace(
         batch_size=32,
         warmup_steps=100,
         eval_every=500,
-        checkpoint_every=500,
         precision="bf16",
     ),
     attention=cache_map(1024, head_dim=32),

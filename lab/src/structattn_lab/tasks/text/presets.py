@@ -37,7 +37,7 @@ def _plain(task: TextConfig, steps: int, batch_size: int, specs: tuple[str, ...]
 
 
 _SCALING = Recipe(
-    task=TextConfig(context_length=512, embed_dim=128, num_layers=4, num_heads=2),
+    task=TextConfig(context_length=512, num_heads=2),
     training=TrainingConfig(
         steps=1000,
         batch_size=4,
@@ -111,7 +111,7 @@ _PAPER = replace(
 
 # What each attention loses against the bytes of its cache: RoPE for all, a learning rate each, equal compute.
 _CACHE_MAP = Recipe(
-    task=TextConfig(context_length=1024, embed_dim=64, num_layers=2, num_heads=4, rotary="low_far", eval_windows=64),
+    task=TextConfig(context_length=1024, embed_dim=64, num_layers=2, rotary="low_far", eval_windows=64),
     training=TrainingConfig(
         steps=1200,
         batch_size=1,
@@ -140,7 +140,6 @@ _CACHE_MAP_GPU = replace(
         precision="bf16",
     ),
     attention=cache_map(4096, head_dim=32),
-    learning_rates=(2e-3, 4e-3, 8e-3),
 )
 
 _SMOKE = TextConfig(context_length=128, embed_dim=64, num_layers=2, eval_windows=64)

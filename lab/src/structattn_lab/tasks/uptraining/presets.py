@@ -16,7 +16,6 @@ _SMALL = Recipe(
         learning_rate=5e-4,
         schedule="cosine",
         warmup_steps=5,
-        betas=(0.9, 0.95),
         eval_every=20,
         checkpoint_every=50,
     ),

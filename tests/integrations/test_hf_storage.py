@@ -40,6 +40,7 @@ def test_prompts_chunks_and_steps_agree(spec) -> None:
 
 @torch.no_grad()
 def test_padded_rows_are_those_of_each_prompt() -> None:
+    torch.manual_seed(0)
     model, tokens = structurize(models.llama().double().eval(), "standard"), ids()
     mask = torch.ones_like(tokens)
     mask[0, :7] = 0
@@ -47,7 +48,9 @@ def test_padded_rows_are_those_of_each_prompt() -> None:
     both = model.generate(tokens, attention_mask=mask, past_key_values=level_cache(model, storage=STORAGE), **options)
     for row, first in ((0, 7), (1, 0)):
         one = tokens[row : row + 1, first:]
-        found = model.generate(one, past_key_values=level_cache(model, storage=STORAGE), **options)
+        # All tokens are real, those too that are the padding token.
+        alone = {"attention_mask": torch.ones_like(one), "past_key_values": level_cache(model, storage=STORAGE)}
+        found = model.generate(one, **alone, **options)
         assert torch.equal(found[0, one.shape[1] :], both[row, tokens.shape[1] :])
 
 

@@ -140,9 +140,8 @@ def _with_sink_tokens(
     count, back = columns.num_sinks, columns.back
     assert back is not None
     keys, values = (decode.sink_tokens(store, count).to(lse.dtype) for store in (*view.sink_keys, *view.sink_values))
-    per_level, per_count = softmax.layout.score_factors(options.scale)
-    factors = [a * per_count[-1] for a, rank in zip(per_level, softmax.layout.ranks, strict=True) for _ in range(rank)]
-    query = decode.grouped(q.to(lse.dtype) * torch.tensor(factors, dtype=lse.dtype, device=q.device), keys.shape[1])
+    factors = torch.tensor(softmax.layout.whole_factors(options.scale), dtype=lse.dtype, device=q.device)
+    query = decode.grouped(q.to(lse.dtype) * factors, keys.shape[1])
     score = (query @ keys).view(*q.shape[:3], count)
     options.finish(score, back[:, :count])
     joined = torch.logaddexp(lse, score.logsumexp(-1))

@@ -213,9 +213,9 @@ class BoundedLevels:
         score = score * scale
         hidden = ~_seen(softmax.levels[0], columns, last)
         for tensor in sinks:
-            per_level, per_count = softmax.layout.score_factors(options.scale)
-            scaled = torch.cat([part * (a * per_count[-1]) for part, a in zip(parts, per_level, strict=True)], dim=3)
-            found = product(grouped(scaled, tensor.shape[1]), tensor).reshape(*q.shape[:3], -1)
+            factors = torch.tensor(softmax.layout.whole_factors(options.scale), dtype=q.dtype, device=q.device)
+            scaled = grouped(q[..., softmax.dims] * factors, tensor.shape[1])
+            found = product(scaled, tensor).reshape(*q.shape[:3], -1)
             score = torch.cat([score, found], dim=3)
             later = torch.arange(tensor.shape[3], device=last.device) > last
             hidden = torch.cat([hidden.expand(len(later), -1), later], dim=1)

@@ -593,8 +593,11 @@ class Contents:
         position = self.length - pad
         if position < (0 if self.sinks is None else self.sinks.layout.sink_tokens):
             return None
-        if self.is_quantized and not self._quantize_held(position, pad):
-            return None
+        if self.is_quantized:
+            assert self.storage is not None
+            if self.storage.first_exact(position) > position:  # the token itself is read as codes
+                return None
+            self._quantize(self.length + 1)
         if self._step is None or self.length not in self._step.lengths:
             for (store, level), like in zip(self.stores(), self._of_each(k, v), strict=True):
                 if position < level.end(position):
@@ -750,39 +753,31 @@ class Contents:
                 first = end
         return out
 
-    def _quantize_held(self, position: int, pad: int) -> bool:
-        """Quantizes what a query at ``position`` reads so, of tokens that are all held; false where the token
-        itself is one of them.
+    def _quantize(self, length: int, k: Tensor | None = None, v: Tensor | None = None) -> None:
+        """Quantizes what a query reads so that is the last of ``length`` tokens, from those so far and new
+        ones, (B, G, T, D) and (B, Gv, T, V).
         """
-        assert self.storage is not None
-        exact = self.storage.first_exact(position)
-        if exact > position:
-            return False
-        for stores, groups, levels in (
-            (self.keys, self.key_groups, self.key_levels),
-            (self.values, self.value_groups, self.value_levels),
+        for stores, groups, levels, new in (
+            (self.keys, self.key_groups, self.key_levels, k),
+            (self.values, self.value_groups, self.value_levels, v),
         ):
+            dim = 0
             for store, quantized, level in zip(stores, groups, levels, strict=True):
-                if quantized is None or quantized.end[0] >= exact:
+                dims = slice(dim, dim + store.dim)
+                dim += store.dim
+                if quantized is None:
                     continue
                 assert isinstance(level, RecentLevel)
-                first = quantized.end[0]
-                held = store.read(slice(None), first, exact, 0).transpose(2, 3).clone()  # not the exact numbers
-                self._quantize_level(quantized, level, 0, slice(None), -first, position, held)
-                self._step = None
-        return True
-
-    def _quantize(self, length: int, k: Tensor, v: Tensor) -> None:
-        """Quantizes what has left the residual when there are ``length`` tokens, of those so far and new
-        ones.
-        """
-        assert self.storage is not None
-        exact = [self.storage.first_exact(length - 1 - pad) for _, _, pad in self.rows]
-        if all(store.end == exact for store, _ in self.groups):
-            return
-        keys, values = self.dense_keys(k), self.dense_values(v)
-        for number, (_, batch, pad) in enumerate(self.rows):
-            self._quantize_row(number, batch, pad, length - 1 - pad, keys, values)
+                for number, (_, batch, pad) in enumerate(self.rows):
+                    position, first, held = length - 1 - pad, quantized.end[number], max(0, self.length - pad)
+                    if level.storage.first_exact(position) <= first:
+                        continue
+                    numbers = []
+                    if first < held:
+                        numbers.append(store.read(batch, first, held, 0).transpose(2, 3))
+                    if new is not None:
+                        numbers.append(new[batch, :, max(0, pad - self.length) :, dims])
+                    self._quantize_level(quantized, level, number, batch, -first, position, torch.cat(numbers, dim=2))
 
     def _quantize_row(
         self, number: int, batch: slice, pad: int, position: int, keys: Tensor, values: Tensor | None
@@ -803,11 +798,25 @@ class Contents:
                 if store is None or dense is None or store.end[number] >= exact:
                     continue
                 assert isinstance(level, RecentLevel)
-                self._quantize_level(store, level, number, batch, pad, position, dense[..., dims])
+                self._quantize_level(store, level, number, batch, pad, position, dense[batch, ..., dims])
 
     def _quantize_level(
-        self, store: GroupStore, level: RecentLevel, number: int, batch: slice, pad: int, position: int, dense: Tensor
+        self,
+        store: GroupStore,
+        level: RecentLevel,
+        number: int,
+        batch: slice,
+        offset: int,
+        position: int,
+        dense: Tensor,
     ) -> None:
+        """``_quantize_row`` of one level.
+
+        Args:
+            offset: of position 0 in ``dense``.
+            dense: (rows, heads, tokens, rank) of these rows, changed to what is read.
+        """
+        self._step = None
         exact = level.storage.first_exact(position)
         size, sinks = store.group_size, 0 if self.sinks is None else self.sinks.layout.sink_tokens
         if self._mark is not None and not any(store is marked for marked, *_ in self._mark.groups):
@@ -817,16 +826,16 @@ class Contents:
         if needed > begin:  # no query sees the others any more
             store.first[number], store.end[number] = needed * size, max(store.end[number], min(needed * size, exact))
         for group in range(max(begin, needed), exact // size):
-            at = slice(pad + group * size, pad + (group + 1) * size)
-            x = dense[batch, :, at].transpose(2, 3).clone(memory_format=torch.contiguous_format)
+            at = slice(offset + group * size, offset + (group + 1) * size)
+            x = dense[:, :, at].transpose(2, 3).clone(memory_format=torch.contiguous_format)
             # Sink tokens are read elsewhere: their numbers, often large, must not widen the range of others.
             hidden = min(max(0, sinks - group * size), size)
             x[..., :hidden] = x[..., hidden : hidden + 1] if hidden < size else 0.0
             start = level.start(group * size, number)
             slot = store.slot(group, start)
-            store.grow(slot + 1, dense)
+            store.grow(slot + 1, self.shape.batch, dense)
             found = store.write(x, batch, group, start, overwritten).transpose(2, 3)
-            dense[batch, :, at][:, :, hidden:] = found[:, :, hidden:]
+            dense[:, :, at][:, :, hidden:] = found[:, :, hidden:]
             store.end[number] = (group + 1) * size
             if store.ring is not None:
                 store.first[number] = max(store.first[number], (group + 1 - store.ring) * size)

@@ -180,19 +180,18 @@ class Columns:
         return torch.tensor(list(values), device=self.device)[:, None]
 
     def per_column(self, values: Sequence[float], like: Tensor) -> list[tuple[slice, float]] | Tensor:
-        """A number for each number of shared levels, spread over the columns: by slices, or (B, 1, 1, N)."""
+        """A number for each number of shared levels, spread over the columns, sink tokens aside: by slices,
+        or (B, 1, 1, N).
+        """
         starts = [self.starts(level) for level in self.softmax.levels]
         if len(self.positions) == 1:
             edges = [max(self.num_sinks, of_rows[0]) for of_rows in starts] + [self.count]
-            sinks = (0, self.num_sinks, values[-1])
-            spans = [sinks, *zip(edges, edges[1:], values, strict=False)]
-            return [(slice(a, b), value) for a, b, value in spans if b > a]
+            return [(slice(a, b), value) for a, b, value in zip(edges, edges[1:], values, strict=False) if b > a]
         key = tuple(values), like.dtype
         if key not in self._spread:
             column = torch.arange(self.count, device=self.device)
             first = torch.tensor(starts, device=self.device)  # (L, B)
             shared = (column >= first[..., None]).sum(0)  # (B, N)
-            shared[:, : self.num_sinks] = len(values)
             table = torch.tensor([0.0, *values], dtype=like.dtype, device=self.device)
             self._spread[key] = table[shared][:, None, None]
         return self._spread[key]
@@ -240,20 +239,16 @@ def sink_tokens(store: LevelStore, count: int) -> Tensor:
     return store.read(slice(None), 0, count, 0)
 
 
-def _per_dim(softmax: Softmax, per_level: Sequence[float]) -> list[float]:
-    return [x for rank, x in zip(softmax.layout.ranks, per_level, strict=True) for _ in range(rank)]
-
-
 def _feature_scores(
     q: Tensor,
     softmax: Softmax,
     stores: Sequence[LevelStore],
     sinks: Sequence[LevelStore],
     columns: Columns,
-    factors: tuple[Sequence[float], Sequence[float]],
+    scale: float | None,
 ) -> Tensor:
     """Scaled scores (B, H, T, N) from the keys of each level."""
-    per_level, per_count = factors
+    per_level, per_count = softmax.layout.score_factors(scale)
     batch, heads, tokens = q.shape[:3]
     groups = stores[0].heads
     total = q.new_zeros((batch, groups, heads // groups * tokens, columns.count))
@@ -261,15 +256,15 @@ def _feature_scores(
         query = grouped(q[..., dims] if factor == 1 else q[..., dims] * factor, groups)
         for (page,), target in columns.spans([store], level):
             target.add(total, product(query, page))
-    for store in sinks:
-        query = grouped(q * q.new_tensor(_per_dim(softmax, per_level)), groups)
-        total[..., : columns.num_sinks] = product(query, sink_tokens(store, columns.num_sinks))
     spread = columns.per_column(per_count, q)
     if isinstance(spread, Tensor):
         total = total * spread
     else:
         for where, factor in spread:
             total[..., where] *= factor
+    for store in sinks:
+        whole = grouped(q * q.new_tensor(softmax.layout.whole_factors(scale)), groups)
+        total[..., : columns.num_sinks] = product(whole, sink_tokens(store, columns.num_sinks))
     return total.view(batch, heads, tokens, columns.count)
 
 
@@ -280,10 +275,10 @@ def _latent_scores(
     sinks: Sequence[LevelStore],
     latent: Latent,
     columns: Columns,
-    factors: tuple[Sequence[float], Sequence[float]],
+    scale: float | None,
 ) -> Tensor:
     """Scaled scores (B, H, T, N) from hidden states: an absorbed query for each number of shared levels."""
-    per_level, per_count = factors
+    per_level, per_count = softmax.layout.score_factors(scale)
     batch, heads, tokens = q.shape[:3]
     total = q.new_zeros((batch, heads, tokens, columns.count))
     weight = torch.zeros(len(per_level), q.shape[3], dtype=q.dtype, device=q.device)
@@ -317,11 +312,10 @@ def _weights(
     if softmax.levels not in view.columns:
         view.columns[softmax.levels] = Columns(view.positions, softmax, q.device)
     columns = view.columns[softmax.levels]
-    factors = softmax.layout.score_factors(options.scale)
     if view.latent is None:
-        score = _feature_scores(q[..., softmax.dims], softmax, stores, view.sink_keys, columns, factors)
+        score = _feature_scores(q[..., softmax.dims], softmax, stores, view.sink_keys, columns, options.scale)
     else:
-        score = _latent_scores(q, softmax, stores, view.sink_keys, view.latent, columns, factors)
+        score = _latent_scores(q, softmax, stores, view.sink_keys, view.latent, columns, options.scale)
     options.finish(score, columns.back)
     hidden = columns.hidden
     if hidden is not None:

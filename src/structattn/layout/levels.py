@@ -238,6 +238,13 @@ class LevelLayout(LevelCounts):
         """
         return score_factors(self.ranks, self.scaling, scale)
 
+    def whole_factors(self, scale: float | None = None) -> tuple[float, ...]:
+        """The factor of each of the D dimensions in the score of a pair that shares all levels: c_L a_l, see
+        ``score_factors``.
+        """
+        per_level, per_count = self.score_factors(scale)
+        return tuple(per_count[-1] * a for a, rank in zip(per_level, self.ranks, strict=True) for _ in range(rank))
+
     @property
     def num_rows(self) -> int | None:
         """The number of batch rows (packed sequences) with different segments; ``None`` when all have the

@@ -44,7 +44,7 @@ def register(name: str, family: Family) -> None:
         family: with a class that ``structattn.testing.matrix_case.MatrixCase`` can test.
 
     Raises:
-        ConfigError: the name cannot stand in a spec, or is that of another family; or the class is no
+        ConfigError: the name cannot be part of a spec, or is that of another family; or the class is no
             ``StructuredMatrix``.
 
     Example:

@@ -75,14 +75,14 @@ class GroupStore:
         """The slot of a group, of a block that starts at position ``start``."""
         return group - start // self.group_size if self.ring is None else group % self.ring
 
-    def grow(self, slots: int, like: Tensor) -> None:
-        """Allocates pages until there are ``slots``, for the rows, heads, dtype and device of ``like``
-        (B, heads, ...).
+    def grow(self, slots: int, batch: int, like: Tensor) -> None:
+        """Allocates pages until there are ``slots``, for ``batch`` rows and the heads, dtype and device of
+        ``like`` (rows, heads, ...).
         """
         with torch.inference_mode(False):  # else they could not be written to outside of that mode
             while (capacity := self.capacity) < slots:
                 size = self.page_size if self.longest is None else min(self.page_size, self.longest - capacity)
-                shape, dtype = (like.shape[0], like.shape[1], size), scale_dtype(like.dtype)
+                shape, dtype = (batch, like.shape[1], size), scale_dtype(like.dtype)
                 of_group = (self.parts, self.group_size) if self.per_token else (self.dim, 1)
                 self.pages.append(
                     (

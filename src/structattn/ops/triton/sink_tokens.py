@@ -54,9 +54,7 @@ class SinkTokens:
             attn_mask=~hidden if mask is None else mask & ~hidden
         )
         self._call, self._index, self._shown, self._distance = call, index, shown, distance
-        per_level, per_count = call.layout.score_factors(call.terms.scale)
-        factors = [a * per_count[-1] for a, rank in zip(per_level, call.layout.ranks, strict=True) for _ in range(rank)]
-        self._factors = torch.tensor(factors, device=device)
+        self._factors = torch.tensor(call.layout.whole_factors(call.terms.scale), device=device)
         self._q, self._k, self._v = q, k[:, :, index], v[:, :, index]
         self._repeats = q.shape[1] // k.shape[1]
 

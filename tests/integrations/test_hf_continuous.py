@@ -13,6 +13,7 @@ import torch
 import transformers
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
+from structattn import Storage
 from structattn.errors import ConfigError, MissingDependencyError
 from structattn.integrations.transformers import StructAttnConfig, StructAttnForCausalLM, structurize
 
@@ -284,6 +285,9 @@ def test_what_cannot_be_is_refused() -> None:
         made(scheduler_type="other")._create_batch_processor()
     with pytest.raises(ConfigError, match="a paged cache needs input_ids and position_ids"):
         MODELS["own"]().model._packed(None, None, None)
+    stored = structurize(llama(), "standard", storage=Storage(key_bits=8, value_bits=8, group_size=4))
+    with pytest.raises(ConfigError, match="a paged cache stores numbers as they are"):
+        stored.init_continuous_batching()
 
 
 def test_an_old_version_is_named(monkeypatch) -> None:

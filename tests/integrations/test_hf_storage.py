@@ -89,8 +89,6 @@ def test_the_storage_of_a_model_is_saved_with_it(tmp_path) -> None:
         cache = level_cache(exact, storage=STORAGE)
         assert torch.equal(found.sequences, exact.generate(tokens, past_key_values=cache, **options).sequences)
         assert level_cache(each).layers[0].storage == STORAGE
-    with pytest.raises(ConfigError, match="a paged cache stores numbers as they are"):
-        model.init_continuous_batching()
     model.config.structattn["storage"] = {"bits": 4}
     with pytest.raises(ConfigError, match=r"config.structattn\['storage'\] needs key_bits, "):
         level_cache(model)

@@ -6,27 +6,23 @@ OLDEST := $(VENV)/transformers-oldest
 INPUTS := pyproject.toml lab/pyproject.toml constraints.txt
 # Modules are compiled afterwards, by all cores, except those that few tests import.
 INSTALL := $(BIN)/python -m pip install -q --no-compile
-SELDOM := /(tests|rllib|sqlalchemy|alembic|fontTools|pygments|mypyc?|setuptools|narwhals|tornado|aiohttp|torchgen)/
+SELDOM := /(tests|pip|physics|autoscaler|dashboard|serve|llm|rllib|sqlalchemy|alembic|fontTools|pygments|mypyc?|setuptools|narwhals|tornado|aiohttp|torchgen)/
 COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '$(SELDOM)|/transformers/models/' $(VENV)/lib src lab/src || true
 # One process per core, each with one thread: most tests are far too small for more. What they compile is kept, for the
 # processes that tests start.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
-.PHONY: demo test tests test-full test-more coverage lint docs dist clean
+.PHONY: demo test test-full test-more coverage lint docs dist clean
 
 demo: $(VENV)/.installed-train
 	$(BIN)/structattn compare nearest-neighbor --preset demo
 	$(BIN)/structattn compare text --preset demo --jobs 2
 
-# Types are checked while the tests run: mypy takes one core for 20 seconds.
 test: $(VENV)/.installed-dev
-	$(MAKE) --no-print-directory -j 2 lint tests
-
-tests: $(VENV)/.installed-dev
 	$(PYTEST)
 
 # Before a release.
-test-full: test test-more
+test-full: lint test test-more
 
 # What test-full adds to test: the oldest transformers that the extra `hf` allows, what takes long, and many more random examples.
 test-more: $(VENV)/.installed-more $(OLDEST)/.installed

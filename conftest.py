@@ -1,5 +1,6 @@
 """What ``make test`` runs, and what only ``make test-full`` does: ``pytest --full``."""
 
+import gc
 import multiprocessing
 import os
 import shutil
@@ -45,6 +46,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         full = {item for item in items if item.get_closest_marker("full") or not _is_quick(item)}
         config.hook.pytest_deselected(items=list(full))
         items[:] = [item for item in items if item not in full]
+
+
+def pytest_collection_finish() -> None:
+    # What is imported by now stays: the garbage collector would look through it again and again.
+    gc.collect()
+    gc.freeze()
 
 
 def _is_quick(item: pytest.Item) -> bool:

@@ -42,6 +42,7 @@ STEPS = [
 
 
 @runs
+@pytest.mark.quick(layout=["levels", "sink tokens", "values"])
 @pytest.mark.parametrize(("layout", "window", "padding"), STEPS)
 def test_fused_steps_are_the_definition(monkeypatch, layout, window, padding) -> None:
     torch.manual_seed(0)

@@ -59,6 +59,7 @@ def no_code():
         yield
 
 
+@pytest.mark.quick(kv_heads=[(2, 4)])
 @pytest.mark.parametrize("kv_heads", [(2, 4), (1, 1), (4, 2)])
 @pytest.mark.parametrize("case", CASES)
 def test_steps_among_all_else_that_changes_a_cache(case, kv_heads, steps) -> None:
@@ -107,6 +108,7 @@ def test_steps_among_all_else_that_changes_a_cache(case, kv_heads, steps) -> Non
     assert len(steps) > 15
 
 
+@pytest.mark.quick(case=["window", "sliding"])
 @pytest.mark.parametrize("case", ["levels", "window", "sliding", "pages"])
 def test_an_interrupt_at_every_line(case) -> None:
     q, k, v = tokens(40)

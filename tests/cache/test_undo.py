@@ -73,6 +73,7 @@ CASES = {
 }
 
 
+@pytest.mark.quick(case=["levels", "ring of rows"])
 @pytest.mark.parametrize("case", ["levels", "ring", "rows", "ring of rows"])
 def test_an_interrupt_at_many_lines_leaves_the_cache_as_it_was(case) -> None:
     options = CASES[case]

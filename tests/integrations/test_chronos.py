@@ -157,6 +157,7 @@ def test_levels_are_the_definition(spec, window, monkeypatch):
         assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
 
 
+@pytest.mark.quick(spec=SPECS[2:6])
 @pytest.mark.parametrize("spec", SPECS)
 def test_padding_and_cache(spec):
     """A padded row is the row without padding; later tokens do not change earlier ones; the cache changes

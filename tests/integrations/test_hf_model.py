@@ -91,7 +91,7 @@ def test_the_model_by_its_parts() -> None:
 
 @pytest.mark.parametrize("rotary", ["low_far", "interleaved,base=500", None])
 @pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.quick(rotary=["low_far"])
+@pytest.mark.quick(rotary=["low_far"], spec=SPECS[1:7])
 def test_generation_with_cache_is_without(spec, rotary) -> None:
     model = make(spec, rotary=rotary)
     expected = generate(model, IDS, MASK, use_cache=False)

@@ -33,6 +33,7 @@ def make(spec=MIXED, num_layers=3, seed=0, **options):
 IDS = torch.randint(8, (2, 20), generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.quick(error=[KeyboardInterrupt])
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("padding", [None, (0, 2)])
 def test_a_call_that_fails_leaves_all_layers_as_they_were(monkeypatch, error, padding) -> None:

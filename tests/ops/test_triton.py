@@ -342,6 +342,9 @@ FULL = {
     "soft cap",
     "packed, free sizes, window",
     "whole tiles",
+    "sink tokens, packed apart",
+    "packed apart, values, window, mask, ALiBi",
+    "window",
     "sink tokens, more queries",
     "sink tokens of a window, not causal",
 }
@@ -374,7 +377,7 @@ DECODING = {
 
 
 @runs
-@pytest.mark.quick(splits=[5])
+@pytest.mark.quick(splits=[5], name=["one query", "sliding, values, not causal, window, mask, ALiBi", "soft cap", "mask"])
 @pytest.mark.parametrize("splits", [1, 2, 5])
 @pytest.mark.parametrize("name", DECODING)
 def test_decoding_agrees_with_the_definition(name: str, splits: int) -> None:

@@ -272,6 +272,9 @@ if not INTERPRETED:  # the interpreter computes bfloat16 wrongly
 
 # In `make test-full` alone: others have each of their options, in another combination.
 FULL = {
+    "several tokens after padding",
+    "one key head, several value heads",
+    "ALiBi",
     "several key heads, one value head",
     "several tokens, values",
     "two levels",

@@ -94,6 +94,7 @@ CASES = {
 }
 
 
+@pytest.mark.quick(case=[case for name, case in CASES.items() if name not in ("padded", "rotary", "head and tail")])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_a_model_equals_that_of_one_process(cluster: Cluster, case: Model) -> None:
     found = cluster.run(4, divided, case, case.rotary == "low_far")

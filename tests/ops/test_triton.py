@@ -377,7 +377,9 @@ DECODING = {
 
 
 @runs
-@pytest.mark.quick(splits=[5], name=["one query", "sliding, values, not causal, window, mask, ALiBi", "soft cap", "mask"])
+@pytest.mark.quick(
+    splits=[5], name=["one query", "sliding, values, not causal, window, mask, ALiBi", "soft cap", "mask"]
+)
 @pytest.mark.parametrize("splits", [1, 2, 5])
 @pytest.mark.parametrize("name", DECODING)
 def test_decoding_agrees_with_the_definition(name: str, splits: int) -> None:

@@ -56,6 +56,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV) 2>/dev/null || \
 		{ rm -rf $(VENV) && $(PYTHON) -m venv --without-pip $(VENV) && \
 		  $(PYTHON) -m pip --python $(VENV)/bin/python install pip setuptools; }
+	$(INSTALL) --upgrade "pip>=26,<27"  # older ones take half a minute more to choose versions
 
 $(VENV)/.installed-train: $(BIN)/python $(INPUTS)
 	$(INSTALL) -c constraints.txt -e . -e ./lab

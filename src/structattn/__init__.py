@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from structattn.layers.linear import StructuredLinear, replace_linears
     from structattn.layers.rotary import Rotary, RotaryScaling
     from structattn.layers.rotary_order import rotary_order
-    from structattn.layout import GlobalWindowLayout, LevelLayout, TextLayout, TextUnits
+    from structattn.layout import GlobalWindowLayout, HeadLayouts, LevelLayout, TextLayout, TextUnits
     from structattn.models.export import DecoderPrograms, export_decoder
     from structattn.models.language_model import LanguageModel
     from structattn.models.sampling import Sampling
@@ -47,6 +47,7 @@ _HOMES = {
     "LayerCaches": "cache",
     "LevelCache": "cache",
     "Storage": "cache",
+    "HeadLayouts": "layout",
     "LevelLayout": "layout",
     "Rotary": "layers.rotary",
     "RotaryScaling": "layers.rotary",
@@ -106,6 +107,7 @@ __all__ = [
     "LanguageModel",
     "LayerCaches",
     "LevelCache",
+    "HeadLayouts",
     "LevelLayout",
     "Rotary",
     "RotaryScaling",

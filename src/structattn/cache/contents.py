@@ -29,6 +29,7 @@ from structattn.cache.storage import TEXT_PAGE_SIZE, GroupStore, LevelStore, Pag
 from structattn.checks import MAX_LENGTH, check_choice, check_size, check_sizes, describe
 from structattn.errors import CacheError, CheckpointError, ConfigError, ShapeError
 from structattn.layout.global_window import Layout
+from structattn.layout.heads import with_whole_values
 from structattn.layout.levels import LevelLayout
 from structattn.layout.text import TextLayout
 from structattn.memory import check_memory
@@ -693,7 +694,7 @@ class Contents:
         layout = self.layout
         keys = self.dense_keys(k.detach()) if self.is_quantized else self._all_keys(k)
         each = torch.eye(keys.shape[2], dtype=keys.dtype, device=keys.device).expand(*keys.shape[:2], -1, -1)
-        layout = replace(layout, value_ranks=None) if isinstance(layout, LevelLayout) else layout
+        layout = with_whole_values(layout)
         if self.is_quantized:
             self._check_no_gradient(q, k, k, options)
             return self._over_quantized(q, keys, None, each, layout, options, "reference")
@@ -1056,19 +1057,30 @@ class Contents:
 
     def select(self, indices: Tensor) -> None:
         """Row b becomes row ``indices[b]``."""
+        self.selection(indices)()
+
+    def selection(self, indices: Tensor) -> Callable[[], None]:
+        """What makes row b row ``indices[b]``, once it is called, and cannot fail: all memory is taken
+        before.
+        """
         rows, was_uniform = indices.tolist(), self.is_uniform
-        # All memory is taken before anything changes.
         selected = [tuple(page.selected(indices) for page in store.pages) for store, _ in self.stores()]
-        if self.padding is not None:
-            self.padding = tuple(self.padding[row] for row in rows)
-        if isinstance(self.layout, LevelLayout):
-            self.layout = self.layout.select_rows(rows)
-        self.shape = self.shape._replace(batch=len(rows))
-        picked = None if was_uniform else rows[: 1 if self.is_uniform else None]
-        for (store, _), pages in zip(self.stores(), selected, strict=True):
-            store.set_pages(pages)
-            if picked is not None:
-                store.lost = [store.lost[row] for row in picked]
-        for groups, _ in self.groups:
-            groups.select(indices, picked)
-        self._set_levels()
+        of_groups = [groups.selected(indices) for groups, _ in self.groups]
+
+        def take() -> None:
+            stores, groups_of = list(self.stores()), list(self.groups)
+            if self.padding is not None:
+                self.padding = tuple(self.padding[row] for row in rows)
+            if isinstance(self.layout, LevelLayout):
+                self.layout = self.layout.select_rows(rows)
+            self.shape = self.shape._replace(batch=len(rows))
+            picked = None if was_uniform else rows[: 1 if self.is_uniform else None]
+            for (store, _), pages in zip(stores, selected, strict=True):
+                store.set_pages(pages)
+                if picked is not None:
+                    store.lost = [store.lost[row] for row in picked]
+            for (groups, _), group_pages in zip(groups_of, of_groups, strict=True):
+                groups.take(group_pages, picked)
+            self._set_levels()
+
+        return take

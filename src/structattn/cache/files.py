@@ -16,6 +16,7 @@ from structattn.cache.storage import Storage
 from structattn.checks import check_device, check_path, describe, quoted
 from structattn.errors import CheckpointError, ConfigError, StructAttnError
 from structattn.layout.global_window import GlobalWindowLayout, Layout
+from structattn.layout.heads import AnyLayout, HeadLayouts
 from structattn.layout.levels import LevelLayout
 from structattn.layout.text import TextHistory, TextLayout, TextUnits, Unit
 from structattn.tensor_files import read_tensors, write_tensors
@@ -25,12 +26,19 @@ FORMAT_VERSION = 1
 _KEY = "structattn_cache"
 
 
-def _layout_data(layout: Layout | None) -> dict[str, Any] | None:
+def _layout_data(layout: AnyLayout | None) -> dict[str, Any] | None:
     return None if layout is None else dataclasses.asdict(layout)
 
 
-def _layout_of(data: object) -> Layout | None:
+def _layout_of(data: object) -> AnyLayout | None:
     """Raises ``ConfigError`` where a layout is written otherwise."""
+    if isinstance(data, dict) and data.keys() == {"layouts"} and isinstance(data["layouts"], list):
+        return HeadLayouts([_layout_of_head(layout) for layout in data["layouts"]])
+    return _layout_of_head(data)
+
+
+def _layout_of_head(data: object) -> Layout | None:
+    """``_layout_of`` of one head."""
     if data is None:
         return None
     kind: type[Layout] = GlobalWindowLayout if isinstance(data, dict) and "window" in data else LevelLayout
@@ -116,7 +124,7 @@ def damaged(path: str | Path, what: str) -> Iterator[None]:
         ) from error
 
 
-def save(path: str | Path, layers: Sequence[tuple[State, Layout | None]], text: TextHistory | None = None) -> None:
+def save(path: str | Path, layers: Sequence[tuple[State, AnyLayout | None]], text: TextHistory | None = None) -> None:
     """Writes the states of caches, with their layouts and what is remembered of the text, to one file.
 
     Raises:
@@ -145,7 +153,7 @@ def save(path: str | Path, layers: Sequence[tuple[State, Layout | None]], text: 
 
 def load(
     path: str | Path, device: torch.device | str | None
-) -> tuple[list[tuple[State, Layout | None]], TextHistory | None]:
+) -> tuple[list[tuple[State, AnyLayout | None]], TextHistory | None]:
     """What ``save`` wrote, verified, with the tensors on ``device`` (default: the CPU).
 
     Raises:
@@ -162,7 +170,7 @@ def load(
     for name in tensors:
         if name not in names and name.partition(".")[0] not in of_layers:
             raise CheckpointError(f"{path} holds a tensor {quoted(name)} of nothing that its record names")
-    found: list[tuple[State, Layout | None]] = []
+    found: list[tuple[State, AnyLayout | None]] = []
     for number, layer in enumerate(record.layers):
         own = {name.partition(".")[2]: x for name, x in tensors.items() if name.partition(".")[0] == str(number)}
         moved = {name: x if device is None else x.to(device) for name, x in own.items()}

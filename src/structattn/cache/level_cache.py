@@ -16,6 +16,7 @@ from torch import Tensor
 
 from structattn.cache import files
 from structattn.cache.contents import Contents, OtherLatentError, TokenShape
+from structattn.cache.head_contents import HeadContents
 from structattn.cache.latent import Latent, alike
 from structattn.cache.numbers import Count, new_number
 from structattn.cache.rows import OneLayerCache
@@ -24,6 +25,7 @@ from structattn.cache.tokens import check_layout_of_call, check_options, checked
 from structattn.checks import check_tensor, check_type, describe, is_int
 from structattn.errors import CacheError, CheckpointError, ConfigError, ShapeError
 from structattn.layout.global_window import Layout
+from structattn.layout.heads import AnyLayout, HeadLayouts
 from structattn.layout.levels import LevelLayout
 from structattn.layout.text import TextLayout
 from structattn.ops import Backend
@@ -55,7 +57,8 @@ class LevelCache(OneLayerCache):
 
     Args:
         layout: as of ``structured_attention``. Or a ``TextLayout``: each call is given its levels with the
-            segments that the new tokens see. Default ``None``: plain attention, everything is kept.
+            segments that the new tokens see. Or ``HeadLayouts``, one layout for each key head. Default
+            ``None``: plain attention, everything is kept.
         window: sliding window in positions. Default ``None``.
         chunk_size: tokens see only those of their own chunk of this many, from whose start blocks are
             counted. Default ``None``.
@@ -89,7 +92,7 @@ class LevelCache(OneLayerCache):
 
     def __init__(
         self,
-        layout: Layout | TextLayout | None = None,
+        layout: AnyLayout | TextLayout | None = None,
         *,
         window: int | None = None,
         chunk_size: int | None = None,
@@ -102,13 +105,13 @@ class LevelCache(OneLayerCache):
         sizes = {"window": window, "chunk_size": chunk_size, "max_length": max_length, "page_size": page_size}
         check_options(layout, latent, storage, **sizes)
         self.text = layout if isinstance(layout, TextLayout) else None
-        self.layout: Layout | None = layout.bound if isinstance(layout, TextLayout) else layout
+        self.layout: AnyLayout | None = layout.bound if isinstance(layout, TextLayout) else layout
         self.window, self.chunk_size = window, chunk_size
         self.max_length, self.page_size, self.latent = max_length, page_size, latent
         self.storage = storage
         self._set_padding(None if left_padding is None else checked_padding(left_padding))
-        self._kept: Contents | None = None  # from the first tokens on
-        self._before: tuple[Contents | None, Layout | None] | None = None  # the last new tokens; None: not known
+        self._kept: Contents | HeadContents | None = None  # from the first tokens on
+        self._before: tuple[Contents | HeadContents | None, AnyLayout | None] | None = None  # the last new tokens; None: not known
         self._layer: weakref.ref[object] | None = None  # the layer that it is for, which is not kept alive
         self._count = Count()
         self.number = new_number(self)
@@ -131,7 +134,7 @@ class LevelCache(OneLayerCache):
         return self._count.tokens
 
     @property
-    def _contents(self) -> Contents | None:
+    def _contents(self) -> Contents | HeadContents | None:
         self._end_broken_call()
         return self._kept
 
@@ -215,7 +218,7 @@ class LevelCache(OneLayerCache):
             return
         if self.latent is not None:
             self.latent = latent = layer.latent  # type: ignore[attr-defined]
-            if self._kept is not None:
+            if isinstance(self._kept, Contents):
                 self._kept.set_latent(latent)
         self._layer = weakref.ref(layer)
 
@@ -454,7 +457,7 @@ class LevelCache(OneLayerCache):
 
     def _checked(
         self, q: Tensor | None, k: Tensor, v: Tensor, layout: LevelLayout | None, options: ScoreTerms | None = None
-    ) -> Contents:
+    ) -> Contents | HeadContents:
         """The contents, if the tokens fit them, made for the first ones; with queries they come with
         ``options``.
         """
@@ -470,15 +473,16 @@ class LevelCache(OneLayerCache):
             raise ShapeError(
                 f"the tokens must be like the first ones: expected {self._kept.shape}, got {shape}; or use a new cache"
             )
-        elif layout is not None:
+        elif isinstance(self._kept, Contents) and layout is not None:
             self._kept.set_layout(layout)
         if q is not None and options is not None:
             options.check(q, self._kept.length + q.shape[2])
         return self._kept
 
-    def _empty(self, shape: TokenShape) -> Contents:
+    def _empty(self, shape: TokenShape) -> Contents | HeadContents:
         options = {name: getattr(self, name) for name in _OPTIONS}
-        return Contents(shape, padding=self._padding, **options)
+        kind = HeadContents if isinstance(self.layout, HeadLayouts) else Contents
+        return kind(shape, padding=self._padding, **options)
 
     def reset(self) -> None:
         """Forgets all tokens; memory, shape and padding stay."""
@@ -541,7 +545,7 @@ class LevelCache(OneLayerCache):
 
     @classmethod
     def from_state(
-        cls, plain: dict[str, Any], tensors: dict[str, Tensor], layout: Layout | None, latent: Latent | None
+        cls, plain: dict[str, Any], tensors: dict[str, Tensor], layout: AnyLayout | None, latent: Latent | None
     ) -> LevelCache:
         """A cache from what ``state`` returned, its layout, and with a hidden state its latent.
 
@@ -565,7 +569,7 @@ class LevelCache(OneLayerCache):
         cache._restore(plain, tensors, layout)
         return cache
 
-    def _restore(self, plain: dict[str, Any], tensors: dict[str, Tensor], layout: Layout | None) -> None:
+    def _restore(self, plain: dict[str, Any], tensors: dict[str, Tensor], layout: AnyLayout | None) -> None:
         """Takes over what ``state`` returned, and its layout with the segments of the tokens."""
         self.layout = layout
         self._kept = self._empty(TokenShape.of_state(plain, tensors))

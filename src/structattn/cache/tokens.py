@@ -12,7 +12,8 @@ from structattn.cache.latent import Latent
 from structattn.cache.storage import Storage
 from structattn.checks import MAX_LENGTH, check_int_tensor, check_size, check_tensor, check_type, describe, is_int
 from structattn.errors import ConfigError, ShapeError
-from structattn.layout.global_window import GlobalWindowLayout, Layout
+from structattn.layout.global_window import GlobalWindowLayout
+from structattn.layout.heads import AnyLayout, HeadLayouts
 from structattn.layout.levels import LevelLayout
 from structattn.layout.text import TextLayout
 from structattn.ops.checks import taken_dtype
@@ -76,7 +77,7 @@ def _check_queries(q: Tensor, k: Tensor, v: Tensor, latent: Latent | None) -> No
 
 
 def check_layout_of_call(
-    layout: LevelLayout | None, text: TextLayout | None, always: Layout | None, batch: int
+    layout: LevelLayout | None, text: TextLayout | None, always: AnyLayout | None, batch: int
 ) -> None:
     """Raises unless a call is given the segments of its tokens where the layout is that of a ``text``, else
     no layout.
@@ -124,8 +125,14 @@ def check_options(layout: Any, latent: Any, storage: Any, **sizes: Any) -> None:
     """Raises ``ConfigError`` unless the options of a ``LevelCache`` are in their ranges; only its
     ``page_size`` is never ``None``.
     """
+    if isinstance(layout, HeadLayouts):
+        if latent is not None:
+            raise ConfigError("a cache that keeps hidden states has one layout for all heads: leave latent at None")
+        for of_head, _ in layout.groups:
+            check_options(of_head, None, storage, **sizes)
+        return
     kinds = (LevelLayout, GlobalWindowLayout, TextLayout, type(None))
-    check_type("layout", layout, kinds, "a LevelLayout, GlobalWindowLayout, TextLayout or None")
+    check_type("layout", layout, kinds, "a LevelLayout, GlobalWindowLayout, HeadLayouts, TextLayout or None")
     for name, value in sizes.items():
         if value is not None or name == "page_size":
             check_size(name, value, MAX_LENGTH)

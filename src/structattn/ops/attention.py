@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -11,19 +11,22 @@ from torch import Tensor
 from structattn.checks import check_choice
 from structattn.errors import BackendUnavailableError
 from structattn.layout.global_window import GlobalWindowLayout, Layout
+from structattn.layout.heads import AnyLayout, HeadLayouts
 from structattn.layout.levels import LevelLayout
-from structattn.ops import backends, operators, reference
+from structattn.ops import backends, by_heads, operators, reference
 from structattn.ops.backends import Backend
 from structattn.ops.call import Call, Options, Pairs
 from structattn.ops.checks import autocasted, check_layout, check_options, check_tensors, checked_pairs
-from structattn.ops.terms import ScoreTerms
+from structattn.ops.terms import ScoreTerms, all_but
+
+_TERMS = all_but()
 
 
 def explain(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    layout: Layout | None = None,
+    layout: AnyLayout | None = None,
     *,
     is_causal: bool = True,
     scale: float | None = None,
@@ -56,6 +59,11 @@ def explain(
         "cu_seqlens_k": cu_seqlens_k,
         "left_padding": left_padding,
     }
+    if isinstance(layout, HeadLayouts):
+        parts = _by_heads(q, k, v, layout, terms, pairs, return_lse)
+        lines = [explain(*arguments, return_lse=return_lse, **options) for arguments, options in parts]  # type: ignore[arg-type]
+        counts = [len(group.heads) for group in layout.groups]
+        return "; ".join(f"{count} key heads: {line}" for count, line in zip(counts, lines, strict=True))
     v, calls = _read(q, k, v, layout, terms, pairs, return_lse)
     choices = [backends.choose(query, key, v, call, return_lse) for query, key, call in calls]
     lines = [f"{row.name}: {reason()}" for row, reason in choices]
@@ -89,6 +97,24 @@ def _read(
     return v, [(q[..., :far], k[..., :far], everywhere), (q[..., far:], k[..., far:], in_window)]
 
 
+def _by_heads(
+    q: Tensor, k: Tensor, v: Tensor, layout: HeadLayouts, terms: ScoreTerms, pairs: Pairs, return_lse: bool
+) -> list[tuple[tuple[Tensor, Tensor, Tensor, Layout | None], dict[str, Any]]]:
+    """The arguments of the call of each group of heads, checked as a whole."""
+    check_options(layout, terms, pairs, return_lse)
+    check_tensors(q, k, v)
+    by_heads.check_key_heads(layout, k, v)
+    terms.of_call(q, k.shape[2])
+    calls: list[tuple[tuple[Tensor, Tensor, Tensor, Layout | None], dict[str, Any]]] = []
+    for group in layout.groups:
+        queries = by_heads.query_heads(group.heads, q.shape[1] // layout.num_heads)
+        tensors = (by_heads.taken(q, queries), by_heads.taken(k, group.heads), by_heads.taken(v, group.heads))
+        of_group = by_heads.terms_of(terms, queries)
+        named = {name: getattr(of_group, name) for name in _TERMS}
+        calls.append(((*tensors, group.layout), {**named, **pairs}))
+    return calls
+
+
 def _plain(dim: int) -> LevelLayout:
     """Plain attention as a layout of one level, which every pair shares at any length."""
     if torch.compiler.is_compiling():  # the size may be symbolic, and a compiler does not read the dict
@@ -106,7 +132,7 @@ def structured_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    layout: Layout | None = None,
+    layout: AnyLayout | None = None,
     *,
     backend: Backend = "auto",
     return_lse: Literal[False] = False,
@@ -118,7 +144,7 @@ def structured_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    layout: Layout | None = None,
+    layout: AnyLayout | None = None,
     *,
     backend: Backend = "auto",
     return_lse: Literal[True],
@@ -130,7 +156,7 @@ def structured_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    layout: Layout | None = None,
+    layout: AnyLayout | None = None,
     *,
     backend: Backend = "auto",
     return_lse: bool = False,
@@ -141,7 +167,7 @@ def structured_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    layout: Layout | None = None,
+    layout: AnyLayout | None = None,
     *,
     is_causal: bool = True,
     scale: float | None = None,
@@ -175,7 +201,8 @@ def structured_attention(
             every key, and sliding levels by distance.
         k: keys, (B, G, S, D); G divides H, and query head h reads key head h // (H // G).
         v: values, (B, G, S, V).
-        layout: ``LevelLayout`` or ``GlobalWindowLayout``; ``None`` is one level: plain attention.
+        layout: ``LevelLayout`` or ``GlobalWindowLayout``; ``None`` is one level: plain attention; or
+            ``HeadLayouts``, one of these for each of G key heads.
         is_causal: hide keys later than the query. Default ``True``.
         scale: a number that replaces the layout's scaling: scale * (sum over shared levels of q.k). Default
             ``None``.
@@ -248,6 +275,16 @@ def structured_attention(
         "cu_seqlens_k": cu_seqlens_k,
         "left_padding": left_padding,
     }
+    if isinstance(layout, HeadLayouts):
+        parts = _by_heads(q, k, v, layout, terms, pairs, return_lse)
+        outs = [
+            structured_attention(*arguments, backend=backend, return_lse=return_lse, **options)
+            for arguments, options in parts
+        ]
+        per_key_head = q.shape[1] // layout.num_heads
+        if not return_lse:
+            return by_heads.joined(outs, layout, per_key_head)  # type: ignore[arg-type]
+        return tuple(by_heads.joined(x, layout, per_key_head) for x in zip(*outs, strict=True))  # type: ignore[return-value]
     v, calls = _read(q, k, v, layout, terms, pairs, return_lse)
     out: Tensor | None = None
     for query, key, call in calls:

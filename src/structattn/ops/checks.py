@@ -29,6 +29,7 @@ from structattn.checks import (
 from structattn.errors import ConfigError, ShapeError
 from structattn.layout.checks import check_sum
 from structattn.layout.global_window import GlobalWindowLayout, Layout
+from structattn.layout.heads import HeadLayouts
 from structattn.layout.levels import LevelLayout
 from structattn.ops.call import Pairs
 from structattn.ops.terms import DTYPES, ScoreTerms
@@ -288,8 +289,8 @@ def check_options(layout: Any, terms: ScoreTerms, pairs: Pairs, return_lse: Any)
         check_type(
             "layout",
             layout,
-            (LevelLayout, GlobalWindowLayout),
-            "a LevelLayout, a GlobalWindowLayout or None",
+            (LevelLayout, GlobalWindowLayout, HeadLayouts),
+            "a LevelLayout, a GlobalWindowLayout, HeadLayouts or None",
             "LevelLayout.halving((32, 16), 1024) makes one from ranks, Attention.from_spec takes text, TextLayout.at "
             "gives the layout of a text",
         )

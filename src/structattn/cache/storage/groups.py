@@ -152,12 +152,16 @@ class GroupStore:
             found.append(self._numbers(unpacked(codes, self.bits), scale, zero, dtype))
         return torch.cat(found, dim=-1)
 
-    def select(self, rows: Tensor, indices: list[int] | None) -> None:
-        """Row ``rows[b]`` becomes row b; ``indices`` are those of ``end`` and ``first``, if there is one for
-        each row.
-        """
+    def selected(self, rows: Tensor) -> list[tuple[Tensor, ...]]:
+        """Pages of rows ``rows[b]``."""
         with torch.inference_mode(False):
-            self.pages = [tuple(x.index_select(0, rows.to(x.device)) for x in page) for page in self.pages]  # type: ignore[misc]
+            return [tuple(x.index_select(0, rows.to(x.device)) for x in page) for page in self.pages]
+
+    def take(self, pages: list[Any], indices: list[int] | None) -> None:
+        """Takes pages that ``selected`` returned; ``indices`` are those of ``end`` and ``first``, if there is
+        one for each row.
+        """
+        self.pages = pages
         if indices is not None:
             self.end, self.first = [self.end[n] for n in indices], [self.first[n] for n in indices]
 

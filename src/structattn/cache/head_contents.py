@@ -1,0 +1,250 @@
+"""What a cache keeps whose key heads have layouts of their own: the contents of each group of heads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from structattn.cache.contents import Contents, TokenShape
+from structattn.cache.levels import Level
+from structattn.cache.storage import LevelStore
+from structattn.errors import CheckpointError, ShapeError
+from structattn.layout.heads import HeadGroup, HeadLayouts
+from structattn.ops import Backend
+from structattn.ops.by_heads import joined, query_heads, taken, terms_of
+from structattn.ops.terms import ScoreTerms
+
+_NUMBERED = "group "  # begins the names of tensors with quantized numbers
+
+
+class HeadContents:
+    """The contents of heads with several layouts: one ``Contents`` for each group of key heads, which all
+    change together.
+
+    The methods are those of ``Contents``.
+
+    Args:
+        shape: of the tokens, all heads.
+        layout: one for each key head.
+        **options: as of ``Contents``.
+
+    Raises:
+        ShapeError: keys and values do not have a head for each layout.
+    """
+
+    def __init__(self, shape: TokenShape, *, layout: HeadLayouts, **options: Any) -> None:
+        if not shape.keys[0] == shape.values[0] == layout.num_heads:
+            raise ShapeError(
+                f"keys and values need {layout.num_heads} heads, one for each of the layouts, got {shape.keys[0]} and "
+                f"{shape.values[0]}"
+            )
+        self.layout = layout
+        self.heads = shape.keys[0]
+        self.parts: list[tuple[HeadGroup, Contents]] = []
+        for group in layout.groups:
+            count = len(group.heads)
+            of_group = shape._replace(keys=(count, shape.keys[1]), values=(count, shape.values[1]))
+            self.parts.append((group, Contents(of_group, layout=group.layout, **options)))
+
+    @property
+    def _each(self) -> Iterator[Contents]:
+        return (contents for _, contents in self.parts)
+
+    @property
+    def _first(self) -> Contents:
+        return self.parts[0][1]
+
+    @property
+    def shape(self) -> TokenShape:
+        """Of the tokens, all heads."""
+        shape = self._first.shape
+        return shape._replace(keys=(self.heads, shape.keys[1]), values=(self.heads, shape.values[1]))
+
+    @property
+    def length(self) -> int:
+        """Tokens so far, padding included."""
+        return self._first.length
+
+    @property
+    def padding(self) -> tuple[int, ...] | None:
+        """Leading padding tokens of each row, or ``None``."""
+        return self._first.padding
+
+    @property
+    def key_nbytes(self) -> int:
+        """Bytes that are allocated for keys."""
+        return sum(contents.key_nbytes for contents in self._each)
+
+    @property
+    def value_nbytes(self) -> int:
+        """Bytes that are allocated for values."""
+        return sum(contents.value_nbytes for contents in self._each)
+
+    def stores(self) -> Iterator[tuple[LevelStore, Level]]:
+        """All stores with their levels, group by group."""
+        return (stored for contents in self._each for stored in contents.stores())
+
+    def _of_groups(
+        self, q: Tensor, k: Tensor, v: Tensor
+    ) -> Iterator[tuple[Contents, tuple[int, ...], Tensor, Tensor, Tensor]]:
+        """Each group: its contents, its query heads, and its queries, keys and values."""
+        per_key_head = q.shape[1] // self.heads
+        for group, contents in self.parts:
+            queries = query_heads(group.heads, per_key_head)
+            yield contents, queries, taken(q, queries), taken(k, group.heads), taken(v, group.heads)
+
+    def append(self, k: Tensor, v: Tensor) -> None:
+        """Adds tokens."""
+        for group, contents in self.parts:
+            contents.append(taken(k, group.heads), taken(v, group.heads))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, options: ScoreTerms, backend: Backend) -> Tensor:
+        """Appends new tokens and computes their attention."""
+        outs = [
+            contents.attend(query, key, value, terms_of(options, heads), backend)
+            for contents, heads, query, key, value in self._of_groups(q, k, v)
+        ]
+        return joined(outs, self.layout, q.shape[1] // self.heads)
+
+    def try_step(self, q: Any, k: Any, v: Any, scale: object, order: Tensor | None) -> Tensor | None:
+        """As ``Contents.try_step``: all groups take the token, or none."""
+        if q.dim() != 4 or k.dim() != 4 or v.dim() != 4 or q.shape[1] % self.heads:
+            return None
+        if not k.shape[1] == v.shape[1] == self.heads:
+            return None
+        length, outs = self.length, []
+        try:
+            for (group, contents), (_, _, query, key, value) in zip(self.parts, self._of_groups(q, k, v), strict=True):
+                of_group = order if order is None or len(order) == 1 else taken(order, group.heads, 0)
+                out = contents.try_step(query, key, value, scale, of_group)
+                if out is None:
+                    break
+                outs.append(out)
+            if len(outs) == len(self.parts):
+                return joined(outs, self.layout, q.shape[1] // self.heads)
+        except BaseException:
+            self._take_back(length)
+            raise
+        self._take_back(length)
+        return None
+
+    def _take_back(self, length: int) -> None:
+        for contents in self._each:
+            if contents.length != length:
+                contents.undo()
+
+    def weights(self, q: Tensor, k: Tensor, options: ScoreTerms) -> Tensor:
+        """The weights of new tokens, which are not appended."""
+        outs = [
+            contents.weights(query, key, terms_of(options, heads))
+            for contents, heads, query, key, _ in self._of_groups(q, k, k)
+        ]
+        return joined(outs, self.layout, q.shape[1] // self.heads)
+
+    def dense_keys(self, k: Tensor) -> Tensor:
+        """All keys as a dense tensor, zero where nothing is kept, with the new ones at the end."""
+        return joined([contents.dense_keys(taken(k, group.heads)) for group, contents in self.parts], self.layout)
+
+    def dense_values(self, v: Tensor) -> Tensor:
+        """As ``dense_keys``, of the values."""
+        return joined([contents.dense_values(taken(v, group.heads)) for group, contents in self.parts], self.layout)
+
+    def set_mark(self) -> None:
+        """Marks the point to which ``undo`` returns."""
+        for contents in self._each:
+            contents.set_mark()
+
+    def undo(self) -> None:
+        """Makes the contents what they were at the mark."""
+        for contents in self._each:
+            contents.undo()
+
+    def check_crop(self, length: int) -> None:
+        """Raises what ``crop`` would raise, and changes nothing."""
+        for group, contents in self.parts:
+            try:
+                contents.check_crop(length)
+            except Exception as error:
+                raise type(error)(f"key heads {', '.join(map(str, group.heads))}: {error}") from None
+
+    def crop(self, length: int) -> None:
+        """Forgets all tokens but the first ``length``."""
+        self.check_crop(length)
+        for contents in self._each:
+            contents.crop(length)
+
+    def reset(self) -> None:
+        """Forgets all tokens; memory stays."""
+        for contents in self._each:
+            contents.reset()
+
+    def select(self, indices: Tensor) -> None:
+        """Row b becomes row ``indices[b]``."""
+        for take in [contents.selection(indices) for contents in self._each]:  # memory is taken before any changes
+            take()
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Plain data and tensors from which ``restore`` makes equal contents: those of the groups, one after
+        the other.
+        """
+        plain: dict[str, Any] = {"length": self.length, "oldest": [], "quantized": []}
+        plain |= {"key_shape": self.shape.keys, "value_shape": self.shape.values}
+        tensors: dict[str, Tensor] = {}
+        for contents in self._each:
+            of_group, of_stores = contents.state()
+            tensors |= _renamed(of_stores, len(plain["oldest"]), len(plain["quantized"]))
+            plain["oldest"] += of_group["oldest"]
+            plain["quantized"] += of_group["quantized"]
+        return plain, tensors
+
+    def restore(self, plain: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Takes over what ``state`` returned; raises ``CheckpointError`` where it is not that."""
+        counts = [(len(list(contents.stores())), len(list(contents.groups))) for contents in self._each]
+        for name, count in (
+            ("oldest", sum(stores for stores, _ in counts)),
+            ("quantized", sum(groups for _, groups in counts)),
+        ):
+            if len(plain[name]) != count:
+                raise CheckpointError(f"{name} needs {count} entries for all heads, got {len(plain[name])}")
+        first_store = first_group = 0
+        left = set(tensors)
+        for contents, (stores, groups) in zip(self._each, counts, strict=True):
+            of_group = {
+                renamed: tensors[name]
+                for name in tensors
+                if (renamed := _name_within(name, first_store, stores, first_group, groups)) is not None
+            }
+            left -= {name for name in left if _name_within(name, first_store, stores, first_group, groups) is not None}
+            own = dict(plain)
+            own["oldest"] = plain["oldest"][first_store : first_store + stores]
+            own["quantized"] = plain["quantized"][first_group : first_group + groups]
+            contents.restore(own, of_group)
+            first_store, first_group = first_store + stores, first_group + groups
+        if left:
+            raise CheckpointError(f"expected no tensor {sorted(left)[0]!r}")
+
+
+def _renamed(tensors: dict[str, Tensor], first_store: int, first_group: int) -> dict[str, Tensor]:
+    """The tensors of a group under the numbers that they have among those of all groups."""
+    renamed = {}
+    for name, x in tensors.items():
+        if name.startswith(_NUMBERED):
+            _, number, what = name.split(" ", 2)
+            renamed[f"{_NUMBERED}{first_group + int(number)} {what}"] = x
+        else:
+            renamed[str(first_store + int(name))] = x
+    return renamed
+
+
+def _name_within(name: str, first_store: int, stores: int, first_group: int, groups: int) -> str | None:
+    """The name that a tensor has in its group; ``None`` where it is of another one."""
+    words = name.split(" ", 2) if name.startswith(_NUMBERED) else [name]
+    number = words[1] if len(words) == 3 else words[0]
+    if not number.isdecimal():
+        return None
+    first, count = (first_group, groups) if len(words) == 3 else (first_store, stores)
+    if not first <= int(number) < first + count:
+        return None
+    return f"{_NUMBERED}{int(number) - first} {words[2]}" if len(words) == 3 else str(int(number) - first)

@@ -1,0 +1,136 @@
+"""A cache whose key heads have layouts of their own, against one cache for each head."""
+
+import copy
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+import structattn as sa
+from structattn.errors import CacheError, ConfigError, ShapeError
+from structattn.testing.tolerances import assert_close
+
+DIM = 8
+LAYOUTS = (
+    None,
+    sa.LevelLayout.sliding((8,), (9,), sink_tokens=3),
+    sa.LevelLayout.sliding((8,), (5,)),
+    sa.LevelLayout.halving((4, 2, 2), 32),
+    sa.LevelLayout.halving((4, 4), 64, value_ranks=(2, 6)),
+    sa.LevelLayout.sliding((4, 4), (None, 8), sink_tokens=2),
+    sa.GlobalWindowLayout((4, 4), 6),
+)
+STORAGES = (
+    None,
+    sa.Storage(key_bits=8, value_bits=4, group_size=2, residual=3),
+    sa.Storage(key_bits=4, value_bits=4, group_size=4, residual=0),
+)
+QUICK = range(10)
+SEEDS = [pytest.param(seed, marks=[] if seed in QUICK else pytest.mark.full) for seed in range(150)]
+
+
+class OneByOne:
+    """A cache for each key head, all changed alike: what ``LevelCache(HeadLayouts(...))`` has to be."""
+
+    def __init__(self, layout: sa.HeadLayouts, **options) -> None:
+        self.caches = [sa.LevelCache(of_head, **options) for of_head in layout.layouts]
+
+    def __getattr__(self, name: str):
+        return lambda *arguments: [getattr(cache, name)(*arguments) for cache in self.caches]
+
+    def attend(self, q, k, v, **options):
+        per_head = q.shape[1] // k.shape[1]
+        mask, slopes = options.pop("attn_mask", None), options.pop("alibi_slopes", None)
+        outs = []
+        for head, cache in enumerate(self.caches):
+            queries = slice(head * per_head, (head + 1) * per_head)
+            if mask is not None:
+                options["attn_mask"] = mask[:, queries] if mask.shape[1] > 1 else mask
+            if slopes is not None:
+                options["alibi_slopes"] = slopes[queries]
+            outs.append(cache.attend(q[:, queries], k[:, head : head + 1], v[:, head : head + 1], **options))
+        return torch.cat(outs, dim=1)
+
+
+def run(seed: int, folder: Path) -> None:
+    """A random program: tokens in chunks, crops, undos, moved rows, copies and files."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    storage = draw.choice(STORAGES)
+    layout = sa.HeadLayouts([draw.choice(LAYOUTS) for _ in range(draw.randint(1, 4))])
+    batch, per_head = draw.randint(1, 3), draw.randint(1, 2)
+    options = {"page_size": draw.choice([4, 1024]), "storage": storage}
+    if draw.random() < 0.4:
+        options["left_padding"] = [draw.randint(0, 4) for _ in range(batch)]
+    if draw.random() < 0.3:
+        options["max_length"] = 70
+    cache, expected = sa.LevelCache(layout, **options), OneByOne(layout, **options)
+    length = 0
+    for _ in range(14):
+        kind = draw.choice(["attend", "step", "step", "step", "crop", "undo", "rows", "copy", "file", "weights"])
+        count = draw.randint(2, 12) if kind == "attend" else draw.randint(1, 3)
+        if kind in ("attend", "step"):
+            terms = {}
+            if draw.random() < 0.2:
+                terms["attn_mask"] = torch.rand(batch, per_head * layout.num_heads, 1, length + count) > 0.2
+            if draw.random() < 0.2:
+                terms["alibi_slopes"] = torch.rand(per_head * layout.num_heads)
+            for _ in range(1 if kind == "attend" else count):
+                tokens = count if kind == "attend" else 1
+                q = torch.randn(batch, per_head * layout.num_heads, tokens, DIM)
+                k, v = (torch.randn(batch, layout.num_heads, tokens, DIM) for _ in range(2))
+                if kind == "step" and "attn_mask" in terms:
+                    terms["attn_mask"] = torch.rand(batch, 1, 1, length + 1) > 0.2
+                with torch.no_grad():
+                    out = cache.attend(q, k, v, **terms)
+                    assert_close(out, expected.attend(q, k, v, **dict(terms)))
+                length += tokens
+        elif kind == "crop" and length:
+            shorter = max(0, length - draw.randint(1, 6))
+            try:
+                for one in expected.caches:
+                    one.check_crop(shorter)
+            except CacheError:
+                with pytest.raises(CacheError, match="key heads"):
+                    cache.crop(shorter)
+                assert cache.length == length
+            else:
+                cache.crop(shorter)
+                expected.crop(shorter)
+                length = shorter
+        elif kind == "undo" and length:
+            q = torch.randn(batch, per_head * layout.num_heads, count, DIM)
+            k, v = (torch.randn(batch, layout.num_heads, count, DIM) for _ in range(2))
+            with torch.no_grad():
+                cache.attend(q, k, v)
+            cache.undo()
+        elif kind == "rows" and length:
+            rows = torch.tensor([draw.randrange(batch) for _ in range(draw.randint(1, 3))])
+            cache.select(rows)
+            expected.select(rows)
+            batch = len(rows)
+        elif kind == "copy":
+            cache = copy.deepcopy(cache)
+        elif kind == "file" and length > 5:
+            cache.save(folder / "cache.safetensors")
+            cache = sa.LevelCache.load(folder / "cache.safetensors")
+        elif kind == "weights" and length:
+            q = torch.randn(batch, per_head * layout.num_heads, 1, DIM)
+            k = torch.randn(batch, layout.num_heads, 1, DIM)
+            with torch.no_grad():
+                weights = cache.weights(q, k, k)
+            assert weights.shape == (batch, per_head * layout.num_heads, 1, length + 1)
+        assert cache.length == length
+    if length:
+        assert cache.nbytes == sum(one.nbytes for one in expected.caches)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_any_calls_are_those_of_one_cache_per_head(seed: int, tmp_path: Path) -> None:
+    run(seed, tmp_path)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_same_with_the_cpp_code(seed: int, tmp_path: Path, built) -> None:
+    run(seed, tmp_path)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import structattn as sa
-from structattn.errors import CacheError, ConfigError, ShapeError
+from structattn.errors import CacheError
 from structattn.testing.tolerances import assert_close
 
 DIM = 8

@@ -12,7 +12,7 @@ from torch import Tensor
 from structattn.cache import decode
 from structattn.cache.decode import Columns, KeyValueView
 from structattn.errors import BackendUnavailableError
-from structattn.layout.global_window import Layout
+from structattn.layout.heads import AnyLayout
 from structattn.ops import Backend, structured_attention
 from structattn.ops.backends import why_not as why_not_backend
 from structattn.ops.checks import check_tensors, without_autocast
@@ -27,7 +27,7 @@ def over_dense(
     v: Tensor,
     options: ScoreTerms,
     *,
-    layout: Layout | None,
+    layout: AnyLayout | None,
     window: int | None,
     left_padding: Tensor | None = None,
     cu_seqlens: Tensor | None = None,

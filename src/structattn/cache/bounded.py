@@ -15,7 +15,7 @@ from structattn.cache.level_cache import LevelCache
 from structattn.cache.levels import Level, Softmax, sink_level, softmaxes_of, value_levels
 from structattn.checks import MAX_LENGTH, check_size
 from structattn.errors import ConfigError
-from structattn.layout.global_window import Layout
+from structattn.layout.heads import AnyLayout, one_layout
 from structattn.layout.levels import LevelLayout
 from structattn.ops import Backend
 from structattn.ops.terms import ScoreTerms
@@ -73,12 +73,12 @@ class BoundedLevels:
         key_shape, value_shape: (heads, dimension) of keys and values.
 
     Raises:
-        ConfigError: the layout has segments of one text.
+        ConfigError: the layout has segments of one text, or heads have several.
     """
 
     def __init__(
         self,
-        layout: Layout | None,
+        layout: AnyLayout | None,
         window: int | None,
         *,
         max_length: int,
@@ -86,6 +86,7 @@ class BoundedLevels:
         value_shape: tuple[int, int],
     ) -> None:
         check_size("max_length", max_length, MAX_LENGTH)
+        layout = one_layout("a cache of fixed size, as exported programs have it,", layout)
         if isinstance(layout, LevelLayout) and layout.boundaries is not None:
             raise ConfigError(
                 "the segments of this layout are those of one text, and a program is for all: give blocks "

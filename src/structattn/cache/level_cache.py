@@ -24,7 +24,6 @@ from structattn.cache.storage import PAGE_SIZE, Storage
 from structattn.cache.tokens import check_layout_of_call, check_options, checked_padding, checked_shape
 from structattn.checks import check_tensor, check_type, describe, is_int
 from structattn.errors import CacheError, CheckpointError, ConfigError, ShapeError
-from structattn.layout.global_window import Layout
 from structattn.layout.heads import AnyLayout, HeadLayouts
 from structattn.layout.levels import LevelLayout
 from structattn.layout.text import TextLayout
@@ -111,7 +110,8 @@ class LevelCache(OneLayerCache):
         self.storage = storage
         self._set_padding(None if left_padding is None else checked_padding(left_padding))
         self._kept: Contents | HeadContents | None = None  # from the first tokens on
-        self._before: tuple[Contents | HeadContents | None, AnyLayout | None] | None = None  # the last new tokens; None: not known
+        # the last new tokens; None: not known
+        self._before: tuple[Contents | HeadContents | None, AnyLayout | None] | None = None
         self._layer: weakref.ref[object] | None = None  # the layer that it is for, which is not kept alive
         self._count = Count()
         self.number = new_number(self)

@@ -20,7 +20,7 @@ from structattn.matrices import FAMILIES, Structure
 from structattn.ops import Backend, explain
 from structattn.ops.backends import why_not
 from structattn.ops.costs import measured_costs
-from structattn.spec.attention import all_forms
+from structattn.spec.attention import HEADS, all_forms
 from structattn.spec.layers import FORM as LAYER_FORM
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,8 @@ def specs() -> str:
         "mlr-text: text without borders.",
         "Terms are joined by +, as in 'bilinear-btt:1+mlr:128|64|32|32+window:512'; options follow commas,",
         f"as in 'mlr:32|16|8|8,scaling=paper'. {LAYER_FORM.syntax}: {LAYER_FORM.meaning},",
-        f"as in '{LAYER_FORM.example}'. Quote a spec in the shell: | is a pipe there.",
+        f"as in '{LAYER_FORM.example}'. {HEADS.syntax}:",
+        f"{HEADS.meaning}, as in '{HEADS.example}'. Quote a spec in the shell: | is a pipe there.",
     )
     header = ("form", "example", "params", "MFLOP", "cache", "meaning")
     return _table(header, rows, words=("example", "meaning"), notes=notes)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -32,10 +31,11 @@ from structattn.layers.cost import AttentionCost, attention_cost, cached_numbers
 from structattn.layers.device import Device, check_dtype, on_device
 from structattn.layers.layer import AttentionLayer
 from structattn.layers.rotary import Rotary
+from structattn.layers.rotary_heads import HeadRotary
 from structattn.layers.scoring import LowRank, Scoring, check_scoring
 from structattn.layers.scoring_latent import ScoringLatent
 from structattn.layers.scoring_modules import HeadShape
-from structattn.layout.global_window import Layout
+from structattn.layout.heads import AnyLayout, HeadLayouts, with_whole_values
 from structattn.layout.levels import LevelLayout
 from structattn.layout.text import TextLayout
 from structattn.memory import check_memory
@@ -84,7 +84,7 @@ class Attention(AttentionLayer, NumberedLayer):
         num_heads: int,
         num_kv_heads: int | None = None,
         scoring: Scoring | None = None,
-        layout: Layout | TextLayout | None = None,
+        layout: AnyLayout | TextLayout | None = None,
         is_causal: bool = True,
         qk_norm: bool = True,
         rotary: Rotary | RotaryFunction | None = None,
@@ -115,7 +115,7 @@ class Attention(AttentionLayer, NumberedLayer):
         scoring = LowRank() if scoring is None else scoring
         check_scoring(scoring)
         checks.check_rotary(rotary)
-        checks.check_layout(layout, window, scoring, embed_dim, num_heads)
+        checks.check_layout(layout, window, scoring, embed_dim, num_heads, num_kv_heads)
         check_dtype(dtype)
         super().__init__(embed_dim, num_heads, num_kv_heads)
         self.set_number()
@@ -126,8 +126,7 @@ class Attention(AttentionLayer, NumberedLayer):
         self.backend: Backend = backend
         with on_device(device):
             self.scoring = scoring.build(shape)
-            ranks = self.scoring.level_sizes if layout is None else layout.ranks
-            self.rotary = rotary.build(ranks) if isinstance(rotary, Rotary) else rotary
+            self.rotary = self._rotary(rotary) if isinstance(rotary, Rotary) else rotary
             check_memory(f"the projections of an Attention of embed_dim {embed_dim}", 2 * embed_dim * embed_dim)
             self.value_proj = nn.Linear(embed_dim, num_kv_heads * self.head_dim, bias=bias)
             self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
@@ -137,6 +136,12 @@ class Attention(AttentionLayer, NumberedLayer):
                     nn.init.zeros_(linear.bias)
         if dtype is not None:
             self.to(dtype)
+
+    def _rotary(self, rotary: Rotary) -> RotaryFunction:
+        """What rotates queries and keys, fitted to the levels."""
+        if isinstance(self.layout, HeadLayouts):
+            return HeadRotary(rotary, self.layout, self.head_dim)
+        return rotary.build(self.scoring.level_sizes if self.layout is None else self.layout.ranks)
 
     def parameter_roles(self) -> dict[str, Role]:
         """The muP roles of the value and output projections; the scoring declares its own."""
@@ -276,7 +281,7 @@ class Attention(AttentionLayer, NumberedLayer):
         options |= {"attn_mask": attn_mask, "attn_bias": attn_bias, "dropout_p": self.dropout if self.training else 0.0}
         return self._merged(self._attend(q, k, v, layout_of_call, **options))
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, layout: Layout | None, **options: Any) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, layout: AnyLayout | None, **options: Any) -> Tensor:
         """``structured_attention`` with the options of the module."""
         return structured_attention(
             q, k, v, layout, is_causal=self.is_causal, window=self.window, backend=self.backend, **options
@@ -302,9 +307,7 @@ class Attention(AttentionLayer, NumberedLayer):
             cache.bind(self)
             return cache.weights(q, k, v, scale=scale, layout=layout, attn_mask=attn_mask)
         q, k, _, scale = self.project(x, context, self._positions(x, context, cu_seqlens, left_padding, None))
-        layout_of_call = (
-            replace(layout_of_call, value_ranks=None) if isinstance(layout_of_call, LevelLayout) else layout_of_call
-        )
+        layout_of_call = with_whole_values(layout_of_call)
         if not k.shape[2]:
             return q.new_zeros((*q.shape[:3], 0))
         each = torch.eye(k.shape[2], dtype=k.dtype, device=k.device).expand(*k.shape[:2], -1, -1)
@@ -327,13 +330,13 @@ class Attention(AttentionLayer, NumberedLayer):
         """The output projection of all heads, (B, H, T, head_dim) to (B, T, E)."""
         return self.out_proj(out.transpose(1, 2).flatten(-2))
 
-    def _layout_of_call(self, layout: LevelLayout | None) -> Layout | None:
+    def _layout_of_call(self, layout: LevelLayout | None) -> AnyLayout | None:
         """The module's layout, or that of the text it is given."""
         checks.check_layout_of_call(self.layout, layout)
         return self._known_layout if layout is None else layout
 
     @property
-    def _known_layout(self) -> Layout | None:
+    def _known_layout(self) -> AnyLayout | None:
         """The layout, of a text without segments where it depends on the text."""
         return self.layout.bound if isinstance(self.layout, TextLayout) else self.layout
 
@@ -399,10 +402,12 @@ class Attention(AttentionLayer, NumberedLayer):
         if max_length is not None:
             check_size("max_length", max_length, MAX_LENGTH)
         latent: ScoringLatent | None = None
-        if storage is not None and keys == "hidden":
-            raise ConfigError("a storage is for keys: leave keys at 'smaller' or 'features'")
+        has_one_layout = not isinstance(self.layout, HeadLayouts)
+        if keys == "hidden" and (storage is not None or not has_one_layout):
+            what = "a storage is for keys" if has_one_layout else "heads with layouts of their own keep keys"
+            raise ConfigError(f"{what}: leave keys at 'smaller' or 'features'")
         is_key_state = self.scoring.cached_order == "formed_left"  # the keys are the hidden state
-        if keys != "features" and storage is None and not is_key_state:
+        if keys != "features" and storage is None and not is_key_state and has_one_layout:
             latent = self.latent
             blocks = self.layout.block_sizes if isinstance(self.layout, LevelLayout) else None
             length = max_length or (blocks[0] if blocks else 1024)

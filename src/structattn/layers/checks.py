@@ -13,7 +13,8 @@ from structattn.errors import ConfigError, ShapeError
 from structattn.layers.rotary import Rotary
 from structattn.layers.scoring import LowRank, Scoring
 from structattn.layout.checks import check_sum
-from structattn.layout.global_window import GlobalWindowLayout, Layout
+from structattn.layout.global_window import GlobalWindowLayout
+from structattn.layout.heads import AnyLayout, HeadLayouts
 from structattn.layout.levels import LevelLayout
 from structattn.layout.text import TextLayout
 
@@ -52,14 +53,29 @@ def check_rotary(rotary: object) -> None:
 
 
 def check_layout(
-    layout: Layout | TextLayout | None, window: int | None, scoring: Scoring, embed_dim: int, num_heads: int
+    layout: AnyLayout | TextLayout | None,
+    window: int | None,
+    scoring: Scoring,
+    embed_dim: int,
+    num_heads: int,
+    num_kv_heads: int,
 ) -> None:
     """Raises ``ConfigError`` unless a layout fits the scoring, the heads and the window of its layer."""
-    layouts = LevelLayout | GlobalWindowLayout | TextLayout | None
+    layouts = AnyLayout | TextLayout | None
     remedy = (
         "give a LevelLayout, such as LevelLayout.halving((32, 16, 8, 8), 1024), or use Attention.from_spec for text"
     )
-    check_type("layout", layout, layouts, "a LevelLayout, GlobalWindowLayout, TextLayout or None", remedy)
+    check_type("layout", layout, layouts, "a LevelLayout, GlobalWindowLayout, HeadLayouts, TextLayout or None", remedy)
+    if isinstance(layout, HeadLayouts):
+        if not isinstance(scoring, LowRank):
+            raise ConfigError(
+                f"heads have layouts of their own where each has its own keys, and those of {type(scoring).__name__} "
+                "share them: leave scoring at its default, or give one layout"
+            )
+        layout.check_heads(num_kv_heads)
+        for of_head, _ in layout.groups:
+            check_layout(of_head, window, scoring, embed_dim, num_heads, num_kv_heads)
+        return
     feature_dim = scoring.feature_dim(embed_dim, num_heads)
     if layout is not None:
         what = f"the feature dimension of {type(scoring).__name__}"
@@ -79,9 +95,9 @@ def check_left_out(what: str, **options: object) -> None:
         raise ConfigError(f"with {what}, leave {', '.join(first)} and {last} at None")
 
 
-def check_shard(layout: Layout | TextLayout | None, backend: str, dropout: float) -> None:
+def check_shard(layout: AnyLayout | TextLayout | None, backend: str, dropout: float) -> None:
     """Raises ``ConfigError`` unless attention with these options can be divided among processes."""
-    if isinstance(layout, GlobalWindowLayout | TextLayout):
+    if isinstance(layout, GlobalWindowLayout | HeadLayouts | TextLayout):
         raise ConfigError(
             f"processes can divide the sequence of a LevelLayout or of none, got {layout}: choose another spec, such "
             "as mlr or sliding, or leave sequences whole"
@@ -98,7 +114,7 @@ def check_shard(layout: Layout | TextLayout | None, backend: str, dropout: float
         )
 
 
-def check_cache(cache: object, layer: nn.Module, layout: Layout | TextLayout | None, window: int | None) -> None:
+def check_cache(cache: object, layer: nn.Module, layout: AnyLayout | TextLayout | None, window: int | None) -> None:
     """Raises ``ConfigError`` unless a cache is of a layer with that layout and window, or like its own and of
     no layer yet.
     """
@@ -113,7 +129,7 @@ def check_cache(cache: object, layer: nn.Module, layout: Layout | TextLayout | N
         cache.check_layer(layer)
 
 
-def _has_levels_of(cache: LayerCache, other: Layout | TextLayout | None) -> bool:
+def _has_levels_of(cache: LayerCache, other: AnyLayout | TextLayout | None) -> bool:
     """Whether a cache has the levels of a layout; the segments of single rows may be in another order."""
     if cache.text is not None or isinstance(other, TextLayout):
         return cache.text == other
@@ -123,9 +139,13 @@ def _has_levels_of(cache: LayerCache, other: Layout | TextLayout | None) -> bool
     return layout == other
 
 
-def check_fits(layout: Layout | None, head_dim: int, value_dim: int) -> None:
+def check_fits(layout: AnyLayout | None, head_dim: int, value_dim: int) -> None:
     """Raises ``ConfigError`` unless the ranks of a layout sum to the dimensions of a model's heads."""
     if layout is None:
+        return
+    if isinstance(layout, HeadLayouts):
+        for of_head, _ in layout.groups:
+            check_fits(of_head, head_dim, value_dim)
         return
     check_sum("the ranks", layout.ranks, head_dim, "the head dimension of the model")
     values = layout.value_ranks if isinstance(layout, LevelLayout) else None
@@ -133,7 +153,7 @@ def check_fits(layout: Layout | None, head_dim: int, value_dim: int) -> None:
         check_sum("the values= ranks", values, value_dim, "the value dimension of the model")
 
 
-def check_layout_of_call(layout: Layout | TextLayout | None, layout_of_call: object) -> None:
+def check_layout_of_call(layout: AnyLayout | TextLayout | None, layout_of_call: object) -> None:
     """Raises ``ConfigError`` unless a call gives a layout where the module has a ``TextLayout``, and one of
     that kind, and none otherwise.
     """

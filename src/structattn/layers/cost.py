@@ -9,6 +9,7 @@ from structattn.checks import check_size
 from structattn.layers.scoring_modules import ScoringModule
 from structattn.layout.cost import visible_pairs, visible_pairs_per_level
 from structattn.layout.global_window import Layout
+from structattn.layout.heads import AnyLayout, HeadLayouts, groups_of
 from structattn.layout.levels import MAX_COUNTED, LevelLayout
 
 
@@ -60,7 +61,7 @@ class CachedNumbers:
 
 
 def cached_numbers(
-    scoring: ScoringModule, layout: Layout | None, window: int | None, num_rstd: int, length: int
+    scoring: ScoringModule, layout: AnyLayout | None, window: int | None, num_rstd: int, length: int
 ) -> CachedNumbers:
     """What a cache keeps of ``length`` tokens.
 
@@ -70,25 +71,27 @@ def cached_numbers(
         length: tokens.
     """
     shape, order = scoring.shape, scoring.cached_order
-    softmaxes = softmaxes_of(layout, window, scoring.matrix.pair_dim(order))
-    features = sum(level.rank * level.most_slots(length) for softmax in softmaxes for level in softmax.levels)
-    head_dim = shape.embed_dim // shape.num_heads
-    values = sum(level.rank * level.most_slots(length) for level in value_levels(softmaxes, layout, head_dim))
-    slots = widest(softmaxes).most_slots(length)
-    if (sinks := sink_level(layout, scoring.matrix.pair_dim(order))) is not None:
-        features += sinks.rank * sinks.most_slots(length)
-        values += head_dim * sinks.most_slots(length)
-        slots += sinks.most_slots(length)
-    return CachedNumbers(
-        features=scoring.num_key_heads(order) * features,
-        hidden=(shape.embed_dim + num_rstd) * slots,
-        values=shape.num_kv_heads * values,
-    )
+    head_dim, key_dim = shape.embed_dim // shape.num_heads, scoring.matrix.pair_dim(order)
+    features = values = slots = 0
+    for of_heads, heads in groups_of(layout, shape.num_kv_heads):
+        softmaxes = softmaxes_of(of_heads, window, key_dim)
+        per_head = sum(level.rank * level.most_slots(length) for softmax in softmaxes for level in softmax.levels)
+        of_values = sum(level.rank * level.most_slots(length) for level in value_levels(softmaxes, of_heads, head_dim))
+        widest_slots = widest(softmaxes).most_slots(length)
+        if (sinks := sink_level(of_heads, key_dim)) is not None:
+            per_head += sinks.rank * sinks.most_slots(length)
+            of_values += head_dim * sinks.most_slots(length)
+            widest_slots += sinks.most_slots(length)
+        has_own_keys = isinstance(layout, HeadLayouts)
+        features += (len(heads) if has_own_keys else scoring.num_key_heads(order)) * per_head
+        values += len(heads) * of_values
+        slots = max(slots, widest_slots)
+    return CachedNumbers(features=features, hidden=(shape.embed_dim + num_rstd) * slots, values=values)
 
 
 def attention_cost(
     scoring: ScoringModule,
-    layout: Layout | None,
+    layout: AnyLayout | None,
     window: int | None,
     is_causal: bool,
     num_rstd: int,
@@ -102,6 +105,28 @@ def attention_cost(
     heads, groups, width = scoring.shape.num_heads, scoring.shape.num_kv_heads, scoring.shape.embed_dim
     head_dim = width // heads
     dim = scoring.score_dim(num_queries, num_keys)
+    scores = values = 0
+    for of_heads, key_heads in groups_of(layout, groups):
+        count = heads * len(key_heads) // groups
+        per_head = _flops_of_a_head(of_heads, window, is_causal, dim, head_dim, num_queries, num_keys)
+        scores, values = scores + count * per_head[0], values + count * per_head[1]
+    cached = cached_numbers(scoring, layout, window, num_rstd, num_keys)
+    return AttentionCost(
+        contraction=scoring.order(num_queries, num_keys),
+        score_dim=dim,
+        projection_flops=scoring.projection_flops(num_queries, num_keys),
+        score_flops=scores,
+        value_flops=2 * num_keys * width * groups * head_dim + values,
+        output_flops=2 * num_queries * width * width,
+        key_cache_numbers=cached.features if isinstance(layout, HeadLayouts) else min(cached.features, cached.hidden),
+        value_cache_numbers=cached.values,
+    )
+
+
+def _flops_of_a_head(
+    layout: Layout | None, window: int | None, is_causal: bool, dim: int, head_dim: int, num_queries: int, num_keys: int
+) -> tuple[int, int]:
+    """FLOPs of the scores of a query head of D dimensions, and of its weighted sum."""
     pairs = visible_pairs(num_queries, num_keys, window, is_causal)
     scores, values = 2 * dim * pairs, 2 * head_dim * pairs
     if isinstance(layout, LevelLayout):
@@ -112,14 +137,4 @@ def attention_cost(
         full = visible_pairs(num_keys, num_keys, None, is_causal)
         scores = round(layout.score_flops(num_keys, is_causal) * pairs / full)
         values *= 2
-    cached = cached_numbers(scoring, layout, window, num_rstd, num_keys)
-    return AttentionCost(
-        contraction=scoring.order(num_queries, num_keys),
-        score_dim=dim,
-        projection_flops=scoring.projection_flops(num_queries, num_keys),
-        score_flops=heads * scores,
-        value_flops=2 * num_keys * width * groups * head_dim + heads * values,
-        output_flops=2 * num_queries * width * width,
-        key_cache_numbers=min(cached.features, cached.hidden),
-        value_cache_numbers=cached.values,
-    )
+    return scores, values

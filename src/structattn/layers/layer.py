@@ -20,7 +20,7 @@ from structattn.errors import ConfigError, ShapeError
 from structattn.layers.checks import check_cache, check_states
 from structattn.layers.counted_flops import Weights, counted_flops, weights_of
 from structattn.layers.rotary import Rotary
-from structattn.layout.global_window import Layout
+from structattn.layout.heads import AnyLayout
 from structattn.layout.levels import MAX_COUNTED
 from structattn.layout.text import TextLayout
 
@@ -119,7 +119,7 @@ class AttentionLayer(nn.Module):
     """
 
     out_proj: nn.Linear
-    layout: Layout | TextLayout | None = None
+    layout: AnyLayout | TextLayout | None = None
     window: int | None = None
 
     def __init__(self, embed_dim: int, num_heads: int, num_kv_heads: int | None = None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, overload
@@ -70,12 +70,9 @@ class HeadLayouts:
         dims = {layout.head_dim for layout in self.layouts if layout is not None}
         if len(dims) > 1:
             raise ConfigError(f"the ranks of all heads need one sum, the head dimension, got {sorted(dims)}")
-        values = {sum(layout.value_ranks) for layout in self._with_value_ranks()}
+        values = {sum(x.value_ranks) for x in self.layouts if isinstance(x, LevelLayout) and x.value_ranks is not None}
         if len(values) > 1:
             raise ConfigError(f"the value_ranks of all heads need one sum, got {sorted(values)}")
-
-    def _with_value_ranks(self) -> Iterator[LevelLayout]:
-        return (x for x in self.layouts if isinstance(x, LevelLayout) and x.value_ranks is not None)
 
     @property
     def num_heads(self) -> int:
@@ -127,3 +124,10 @@ def with_whole_values(layout: AnyLayout | None) -> AnyLayout | None:
     if isinstance(layout, HeadLayouts):
         return HeadLayouts(tuple(with_whole_values(x) for x in layout.layouts))
     return replace(layout, value_ranks=None) if isinstance(layout, LevelLayout) else layout
+
+
+def one_layout(what: str, layout: AnyLayout | None) -> Layout | None:
+    """The layout of all heads; raises ``ConfigError`` where they have several, which ``what`` cannot."""
+    if isinstance(layout, HeadLayouts):
+        raise ConfigError(f"{what} has one layout for all heads of a layer, got {layout}: give one spec for all heads")
+    return layout

@@ -61,7 +61,7 @@ def explain(
     }
     if isinstance(layout, HeadLayouts):
         parts = _by_heads(q, k, v, layout, terms, pairs, return_lse)
-        lines = [explain(*arguments, return_lse=return_lse, **options) for arguments, options in parts]  # type: ignore[arg-type]
+        lines = [explain(*arguments, return_lse=return_lse, **options) for arguments, options in parts]
         counts = [len(group.heads) for group in layout.groups]
         return "; ".join(f"{count} key heads: {line}" for count, line in zip(counts, lines, strict=True))
     v, calls = _read(q, k, v, layout, terms, pairs, return_lse)

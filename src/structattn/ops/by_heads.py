@@ -1,4 +1,4 @@
-"""Attention whose key heads have layouts of their own: one call for each layout, of the heads that have it."""
+"""Attention whose key heads have layouts of their own: one call for each layout, of its heads."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from structattn.layout.global_window import GlobalWindowLayout, Layout
+from structattn.layout.heads import AnyLayout, HeadLayouts
 from structattn.layout.levels import LevelLayout
 from structattn.layout.segments import Boundaries
 
@@ -14,6 +15,7 @@ SCHEMA = (
     "int[] ranks, int[]? block_sizes, int[]? value_ranks, int[]? boundaries, int[]? windows, int sink_tokens, "
     "str scaling"
 )
+_HEADS = "heads:"
 SIZE = SCHEMA.count(",") + 1  # how many they are
 
 
@@ -79,10 +81,18 @@ def layout_of(*values: Any) -> LevelLayout:
     return _known_layout(*(tuple(x or ()) for x in lists), sink_tokens, scaling)
 
 
-def flat_any(layout: Layout | None) -> tuple[Any, ...]:
-    """As ``flat``, of any layout: of none there are no ranks, and a global-window layout has one window and
-    two ranks.
+def flat_any(layout: AnyLayout | None) -> tuple[Any, ...]:
+    """As ``flat``, of any layout: of none there are no ranks, a global-window layout has one window and two
+    ranks, and those of heads stand in one list, their scalings after ``heads:``.
     """
+    if isinstance(layout, HeadLayouts):
+        numbers, scalings = [], []
+        for *lists, sink_tokens, scaling in map(flat_any, layout.layouts):
+            for values in lists:
+                numbers += [len(values), *values]
+            numbers.append(sink_tokens)
+            scalings.append(scaling)
+        return (1,), (), (), numbers, [], 0, _HEADS + ",".join(scalings)
     if layout is None:
         return (), (), (), [], [], 0, ""
     if isinstance(layout, GlobalWindowLayout):
@@ -90,8 +100,24 @@ def flat_any(layout: Layout | None) -> tuple[Any, ...]:
     return flat(layout)
 
 
-def any_layout_of(*values: Any) -> Layout | None:
+def any_layout_of(*values: Any) -> AnyLayout | None:
     """The layout of which ``flat_any`` made these."""
+    if values[-1].startswith(_HEADS):
+        return _heads(tuple(values[3]), values[-1])
+    return _layout_of_head(*values)
+
+
+@functools.lru_cache(maxsize=256)
+def _heads(numbers: tuple[int, ...], scalings: str) -> HeadLayouts:
+    rest = iter(numbers)
+    layouts = []
+    for scaling in scalings.removeprefix(_HEADS).split(","):
+        lists = [tuple(next(rest) for _ in range(next(rest))) for _ in range(SIZE - 2)]
+        layouts.append(_layout_of_head(*lists, next(rest), scaling))
+    return HeadLayouts(layouts)
+
+
+def _layout_of_head(*values: Any) -> Layout | None:
     ranks, _, _, _, windows, _, scaling = values
     if not ranks:
         return None

@@ -4,6 +4,7 @@
     mlr:32|32@512|64   mlr-text:32|16|16   sliding:32|32@-|128   window:512   window:252,sink_tokens=4
     global-window:32|32@512
     bilinear-btt:1+mlr:32|16|8|8+window:256
+    heads:standard*2/window:252,sink_tokens=4*6
 
 Options follow after commas: ``mlr:32|16|8|8,scaling=paper``, ``bilinear-btt:1,rms_cap=true``.
 """
@@ -11,12 +12,13 @@ Options follow after commas: ``mlr:32|16|8|8,scaling=paper``, ``bilinear-btt:1,r
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import re
 from typing import Any, get_args
 
 from structattn import extensions
-from structattn.checks import check_type, describe, quoted
+from structattn.checks import check_size, check_type, describe, quoted
 from structattn.errors import ConfigError, NotRegisteredError, StructAttnError, in_words
 from structattn.grammar import (
     Form,
@@ -50,6 +52,7 @@ logger = logging.getLogger(__name__)
 _SCORING = {"scaling": one_of("scaling", get_args(ScoreScaling)), "rms_cap": flag}
 _LAYOUT = {"scaling": one_of("scaling", SCALINGS), "values": several(positive), "sink_tokens": positive}
 _TEXT = "text such as 'standard' or 'mlr:32|16|8|8'"
+_MOST_HEADS = 2**16
 _ALL_FORMS = "structattn specs lists every form; + joins terms"
 
 
@@ -209,6 +212,13 @@ FORMS: dict[str, Form] = {
 }
 
 
+HEADS = Form(
+    "heads:SPEC*N/SPEC*N/...",
+    "heads:standard*2/window:252,sink_tokens=4*6",
+    "a spec for each key head: SPEC, a layout or a window, for N heads in turn, 1 unless N is given",
+)
+_HEADS = "heads:"
+
 GROUP = "structattn.attention"
 
 
@@ -319,8 +329,13 @@ def parse_spec(text: str) -> AttentionSpec:
             f"attention spec {quoted(text)} is a list, one spec per layer: give it to a whole model, or one of its "
             "specs to one layer"
         )
+    if text.lstrip().startswith(_HEADS):
+        return _parse_heads(text.strip())
     fields: dict[str, Any] = {}
     for term in text.strip().split("+"):
+        if term.lstrip().startswith(_HEADS):
+            with reading("attention spec", text, HEADS.help):
+                raise ConfigError("specs of heads are a whole spec: leave out the other terms")
         term_fields = _read_term(term)
         with reading("attention spec", text, _ALL_FORMS):
             twice = set(term_fields) & set(fields)
@@ -334,11 +349,37 @@ def parse_spec(text: str) -> AttentionSpec:
         return AttentionSpec(**fields)
 
 
+def _parse_heads(text: str) -> AttentionSpec:
+    """The spec of a layer that has one for each key head."""
+    heads: list[AttentionSpec] = []
+    for part in text.removeprefix(_HEADS).split("/"):
+        spec, _, count = part.partition("*")
+        with reading("attention spec", text, HEADS.help):
+            if not spec.strip():
+                raise ConfigError("expected a spec before and after every /")
+            number = positive(count) if "*" in part else 1
+            check_size("the number of heads of a spec", number, _MOST_HEADS)
+        heads += [parse_spec(spec)] * number
+    with reading("attention spec", text, HEADS.help):
+        check_size("the number of key heads", len(heads), _MOST_HEADS)
+        return AttentionSpec(heads=tuple(heads))
+
+
+def _heads_text(specs: tuple[AttentionSpec, ...]) -> str:
+    parts = [(str(spec), len(list(same))) for spec, same in itertools.groupby(specs)]
+    return _HEADS + "/".join(text if count == 1 else f"{text}*{count}" for text, count in parts)
+
+
 def describe_spec(text: str) -> str:
     """What a spec means, in words: the meaning of each of its terms with its numbers, for tables and
     reports.
     """
     check_type("an attention spec", text, str, _TEXT)
+    if text.lstrip().startswith(_HEADS):
+        parts = [
+            (describe_spec(str(x)), len(list(same))) for x, same in itertools.groupby(parse_spec(text).heads or ())
+        ]
+        return "; ".join(f"{count} key {'head' if count == 1 else 'heads'}: {words}" for words, count in parts)
     return "; and ".join(filter(None, map(_in_words, text.split("+"))))
 
 
@@ -418,5 +459,7 @@ def format_spec(spec: AttentionSpec) -> str:
     check_type("spec", spec, AttentionSpec, "an AttentionSpec", "parse_spec reads text")
     if spec.custom is not None:
         return str(spec.custom)
+    if spec.heads is not None:
+        return _heads_text(spec.heads)
     window = [] if spec.window is None else [write_term("window", spec.window)]
     return "+".join([*_scoring_terms(spec), *_layout_terms(spec), *window]) or "standard"

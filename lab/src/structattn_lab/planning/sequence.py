@@ -109,7 +109,7 @@ class _Sizes:
         scoring, layout = attention.scoring, attention.layout
         key_heads, score_dim = scoring.num_key_heads(scoring.order(1, 1)), scoring.score_dim(1, 1)
         layout = layout.bound if isinstance(layout, TextLayout) else layout
-        assert not isinstance(layout, GlobalWindowLayout)
+        assert layout is None or isinstance(layout, LevelLayout)
         if layout is None:
             layout = LevelLayout((score_dim,), (FAR,))
         value_heads = max(attention.num_kv_heads, key_heads)  # repeated where keys are not shared

@@ -16,7 +16,7 @@ from structattn.cache.paged.batch import Batch, Chunk, Singles, Tokens
 from structattn.cache.paged.geometry import LayerShape
 from structattn.cache.paged.pages import PagePool
 from structattn.errors import CacheError
-from structattn.layout.global_window import Layout
+from structattn.layout.heads import AnyLayout, one_layout
 from structattn.ops.terms import ScoreTerms
 
 
@@ -34,7 +34,7 @@ class PackedCache(ABC):
         v: Tensor,
         options: ScoreTerms,
         *,
-        layout: Layout | None,
+        layout: AnyLayout | None,
         window: int | None,
     ) -> Tensor:
         """Keeps the new tokens and returns the attention of their queries over all tokens of their requests.
@@ -70,11 +70,13 @@ class ShapeProbe(PackedCache):
         v: Tensor,
         options: ScoreTerms,
         *,
-        layout: Layout | None,
+        layout: AnyLayout | None,
         window: int | None,
     ) -> Tensor:
         """See ``PackedCache``: of the one token, over itself."""
-        self.layers[layer] = LayerShape(layout, window, (k.shape[1], k.shape[3]), (v.shape[1], v.shape[3]))
+        self.layers[layer] = LayerShape(
+            one_layout("a paged cache", layout), window, (k.shape[1], k.shape[3]), (v.shape[1], v.shape[3])
+        )
         self.places |= {(x.dtype, x.device) for x in (k, v)}
         return over_dense(q, k, v, options, layout=layout, window=window)
 
@@ -134,7 +136,7 @@ class PagedCache(PackedCache):
         v: Tensor,
         options: ScoreTerms,
         *,
-        layout: Layout | None,
+        layout: AnyLayout | None,
         window: int | None,
     ) -> Tensor:
         """See ``PackedCache``.
@@ -143,7 +145,9 @@ class PagedCache(PackedCache):
             CacheError: there is no ``step``, the layer has had its tokens, or it is not of the layers that
                 this cache was made for.
         """
-        found = LayerShape(layout, window, (k.shape[1], k.shape[3]), (v.shape[1], v.shape[3]))
+        found = LayerShape(
+            one_layout("a paged cache", layout), window, (k.shape[1], k.shape[3]), (v.shape[1], v.shape[3])
+        )
         self._check(layer, found, q.shape)
         shape, batch = self.layers[layer], self._batch
         assert batch is not None
@@ -230,3 +234,9 @@ class PagedCache(PackedCache):
         )
         query = q[0][:, singles.tokens].transpose(0, 1)[:, :, None]
         return decode.attention(query, kept, options)[:, :, 0].transpose(0, 1)[None]
+
+
+def _shape_of(layout: AnyLayout | None, window: int | None, k: Tensor, v: Tensor) -> LayerShape:
+    """That of a layer with these keys and values; raises ``ConfigError`` where heads have several layouts."""
+    keys, values = (k.shape[1], k.shape[3]), (v.shape[1], v.shape[3])
+    return LayerShape(one_layout("a paged cache", layout), window, keys, values)

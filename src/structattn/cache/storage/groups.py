@@ -152,12 +152,12 @@ class GroupStore:
             found.append(self._numbers(unpacked(codes, self.bits), scale, zero, dtype))
         return torch.cat(found, dim=-1)
 
-    def selected(self, rows: Tensor) -> list[tuple[Tensor, ...]]:
+    def selected(self, rows: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Pages of rows ``rows[b]``."""
         with torch.inference_mode(False):
-            return [tuple(x.index_select(0, rows.to(x.device)) for x in page) for page in self.pages]
+            return [tuple(x.index_select(0, rows.to(x.device)) for x in page) for page in self.pages]  # type: ignore[misc]
 
-    def take(self, pages: list[Any], indices: list[int] | None) -> None:
+    def take(self, pages: list[tuple[Tensor, Tensor, Tensor]], indices: list[int] | None) -> None:
         """Takes pages that ``selected`` returned; ``indices`` are those of ``end`` and ``first``, if there is
         one for each row.
         """

@@ -5,7 +5,7 @@ reload it.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -18,6 +18,7 @@ from structattn.integrations.transformers.architecture.loading import Structured
 from structattn.integrations.transformers.variant import Variant, trained_spec
 from structattn.layers.checks import check_fits
 from structattn.layout.cost import visible_pairs, visible_pairs_per_level
+from structattn.layout.heads import HeadLayouts
 from structattn.layout.levels import LevelLayout
 from structattn.spec.attention import parse_spec
 from structattn.spec.layers import LayerSpecs
@@ -122,6 +123,9 @@ class StructAttnT5ForConditionalGeneration(StructuredModelMixin, T5ForConditiona
 def _pair_flops(variant: Variant, length: int, dim: int, *, is_causal: bool) -> int:
     """Scores and weighted sums of one head over T positions."""
     layout, window = variant.layout, variant.window
+    if isinstance(layout, HeadLayouts):  # the mean over heads
+        flops = [_pair_flops(replace(variant, layout=x), length, dim, is_causal=is_causal) for x in layout.layouts]
+        return round(sum(flops) / len(flops))
     if layout is None:
         return 4 * dim * visible_pairs(length, length, window, is_causal)
     if not isinstance(layout, LevelLayout):

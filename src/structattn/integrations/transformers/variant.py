@@ -14,8 +14,8 @@ from structattn.checks import quoted
 from structattn.errors import ConfigError
 from structattn.integrations.transformers.masks.structured_mask import Sequences
 from structattn.layers.scoring import LowRank
-from structattn.layout.global_window import GlobalWindowLayout, Layout
-from structattn.layout.levels import LevelLayout
+from structattn.layout.global_window import GlobalWindowLayout
+from structattn.layout.heads import AnyLayout, with_whole_values
 from structattn.layout.text import TextLayout
 from structattn.ops import Backend, structured_attention
 from structattn.ops.chunks import chunked_attention
@@ -64,7 +64,7 @@ class Variant:
         backend: of ``structured_attention``.
     """
 
-    layout: Layout | None = None
+    layout: AnyLayout | None = None
     window: int | None = None
     chunk_size: int | None = None
     backend: Backend = "auto"
@@ -165,7 +165,6 @@ class Variant:
 
         Cost: the values of ``attend`` are the S unit vectors: T S^2 multiply-adds for each head.
         """
-        layout = replace(self.layout, value_ranks=None) if isinstance(self.layout, LevelLayout) else self.layout
         each = torch.eye(k.shape[2], dtype=k.dtype, device=k.device).expand(*k.shape[:2], -1, -1)
-        variant = replace(self, layout=layout, backend="reference")
+        variant = replace(self, layout=with_whole_values(self.layout), backend="reference")
         return variant.attend(q, k, each, terms, sequences=sequences, is_causal=is_causal)

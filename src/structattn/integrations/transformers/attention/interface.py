@@ -42,6 +42,7 @@ from structattn.layers.rotary_order import (
     runs_of,
 )
 from structattn.layout.halving import Halving
+from structattn.layout.heads import HeadLayouts
 from structattn.layout.sink_window import SinkWindow
 from structattn.ops import Backend
 
@@ -87,7 +88,8 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     asked = call.arguments.get("output_attentions")
     shows_weights = collects_weights() if asked is None else bool(asked)  # GPT-2 hands no argument to its attention
 
-    takes_all_heads = num_past > 0 or shows_weights or (layer is not None and layer.storage is not None)
+    takes_all_heads = num_past > 0 or shows_weights or isinstance(variant.layout, HeadLayouts)
+    takes_all_heads = takes_all_heads or (layer is not None and layer.storage is not None)
     step = k.shape[1] if takes_all_heads else heads_at_once(call.query, k, v, terms, dropout=call.dropout)
     is_by_heads = step < k.shape[1]
     q = call.query if is_by_heads else call.reorder(call.query).to(v.dtype)
@@ -318,6 +320,8 @@ def register_attention(
             taken or means something else to transformers.
     """
     value = trained_spec(spec)
+    if value.heads is not None:
+        raise ConfigError(f"a spec for each key head fits one model: give structurize(model, {str(value)!r})")
     check_choice("backend", backend, get_args(Backend))
     if rotary_split is not None:
         check_split(rotary_split)

@@ -33,6 +33,7 @@ from structattn.layers.rotary_order import (
     even_ranks,
     runs_of,
 )
+from structattn.layout.heads import HeadLayouts
 
 # The attn_implementation of structurized models: it makes transformers build our masks.
 IMPLEMENTATION = "structurized"
@@ -77,6 +78,8 @@ class Structure:
             return cls(variant, None, has_keys, split)
         if variant.layout is None or split is None or rotation is None:
             return cls(variant, None, has_keys)
+        if isinstance(variant.layout, HeadLayouts):
+            return cls(variant, None, has_keys, _orders_of_heads(variant.layout, split, rotation))
         if isinstance(split, tuple):
             sizes = even_ranks(variant.layout.ranks)
             orders = (dimensions_of(_cut(pairs, sizes), rotation, 2 * sum(sizes)) for pairs in split)
@@ -90,6 +93,18 @@ class Structure:
             return HeadOrders(self.head_orders)
         runs = () if self.order is None else runs_of(self.order)
         return RunOrder(runs)
+
+
+def _orders_of_heads(
+    layout: HeadLayouts, split: RotarySplit | tuple[tuple[int, ...], ...], rotation: Rotation
+) -> tuple[tuple[int, ...], ...]:
+    """The order of the dimensions of each key head; empty where all stay where they are."""
+    if isinstance(split, tuple) or layout.head_dim is None:
+        return ()
+    ranks = [(layout.head_dim,) if of_head is None else of_head.ranks for of_head in layout.layouts]
+    if all(len(of_head) == 1 for of_head in ranks):
+        return ()
+    return tuple(dimension_order(of_head, split, rotation) for of_head in ranks)
 
 
 def _cut(pairs: tuple[int, ...], sizes: tuple[int, ...]) -> list[tuple[int, ...]]:

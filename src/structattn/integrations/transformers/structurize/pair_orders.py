@@ -11,6 +11,7 @@ from structattn.checks import check_choice, quoted
 from structattn.errors import ConfigError
 from structattn.integrations.transformers.calibration.splits import CALIBRATED_SPLITS
 from structattn.layers.rotary_order import ROTARY_SPLITS, check_split
+from structattn.layout.heads import HeadLayouts
 from structattn.spec.attention import parse_spec
 
 
@@ -37,8 +38,14 @@ def read_pair_orders(
         raise ConfigError(f"{name} needs a list of texts or null for each of {len(specs)} layers, got {quoted(entry)}")
     orders: list[tuple[tuple[int, ...], ...] | None] = []
     for layer, (texts, spec, rotation) in enumerate(zip(entry, specs, rotations, strict=True)):
-        layout = None if spec is None else parse_spec(spec).layout_for(length, 1)
-        if layout is None or len(layout.ranks) == 1 or (rotation is None and texts is None):
+        value = None if spec is None else parse_spec(spec)
+        layout = None if value is None or value.heads is not None else value.layout_for(length, 1)
+        if (
+            layout is None
+            or isinstance(layout, HeadLayouts)
+            or len(layout.ranks) == 1
+            or (rotation is None and texts is None)
+        ):
             orders.append(None)
             continue
         pairs = [str(pair) for pair in range(sum(layout.ranks) // (1 if rotation is None else 2))]

@@ -32,6 +32,7 @@ from structattn.integrations.transformers.structurize.pair_orders import check_a
 from structattn.integrations.transformers.variant import trained_spec
 from structattn.layers.checks import check_fits
 from structattn.layers.rotary_order import even_ranks
+from structattn.layout.heads import HeadLayouts
 from structattn.layout.levels import LevelLayout
 from structattn.spec.attention import AttentionSpec, parse_spec
 from structattn.spec.layers import LayerSpecs
@@ -108,6 +109,8 @@ def structurize(
     specs = _spec_of_each_layer(spec, _chosen(layers, list(attention)), model.config.num_hidden_layers)
     layouts = {layer: layout for layer, text in enumerate(specs) if (layout := _levels(text, length)) is not None}
 
+    if calibration is not None and any(text is not None and text.startswith("heads:") for text in specs):
+        raise ConfigError("a calibration is of layers with one layout: leave it out where heads have their own specs")
     config = _config_with_record(model.config, attention, specs, length, split)
     if storage is not None:
         check_type("storage", storage, Storage, "a Storage, such as sa.Storage(key_bits=4), or None")
@@ -233,6 +236,8 @@ def _checked_record(config: PreTrainedConfig, attention: Mapping[int, AttentionL
     for number, layer in attention.items():
         if record.specs[number] is not None:
             structure = record.structure(layer.module, number)
+            if isinstance(structure.variant.layout, HeadLayouts):
+                structure.variant.layout.check_heads(layer.num_kv_heads)
             check_fits(structure.variant.layout, layer.head_dim, layer.value_dim)
             structure.variant.within(layer.window)
     return record
@@ -256,7 +261,8 @@ def _install(
 
 def _levels(spec: str | None, length: int) -> LevelLayout | None:
     """The layout of a spec with several levels."""
-    layout = None if spec is None else parse_spec(spec).layout_for(length, 1)
+    value = None if spec is None else parse_spec(spec)
+    layout = None if value is None or value.heads is not None else value.layout_for(length, 1)
     return layout if isinstance(layout, LevelLayout) and layout.num_levels > 1 else None
 
 

@@ -1,0 +1,109 @@
+"""``Attention`` and ``LanguageModel`` whose key heads have specs of their own."""
+
+import pytest
+import torch
+
+import structattn as sa
+from structattn.errors import ConfigError
+from structattn.layers import scoring
+from structattn.spec import AttentionSpec, parse_spec
+from structattn.testing.tolerances import assert_close
+
+SPEC = "heads:standard/window:6,sink_tokens=2/mlr:8|8@32|8*2"
+
+
+def attention(spec=SPEC, **options):
+    torch.manual_seed(0)
+    made = sa.Attention.from_spec(spec, embed_dim=64, num_heads=4, context_length=32, **options)
+    return made.double().eval()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rotary", [None, sa.Rotary(), sa.Rotary(split="interleaved")], ids=str)
+def test_cached_is_uncached(rotary) -> None:
+    layer = attention(rotary=rotary)
+    x = torch.randn(2, 40, 64, dtype=torch.float64)
+    whole, cache = layer(x), layer.new_cache()
+    parts = [layer(x[:, a:b], cache=cache) for a, b in ((0, 7), (7, 19), *((at, at + 1) for at in range(19, 40)))]
+    assert_close(torch.cat(parts, dim=1), whole)
+    assert layer.weights(x).shape == (2, 4, 40, 40)
+    assert (layer.weights(x)[:, 1, 30, 2:25] == 0).all()
+
+
+@torch.no_grad()
+def test_equal_heads_are_one_spec() -> None:
+    x = torch.randn(2, 40, 64, dtype=torch.float64)
+    for spec in ("window:6,sink_tokens=2", "mlr:8|8@32|8", "standard"):
+        one, heads = (attention(each, rotary=sa.Rotary()) for each in (spec, f"heads:{spec}*4"))
+        assert torch.equal(one(x), heads(x))
+        kept = {"num_queries": 30}
+        costs = one.cost(**kept), heads.cost(**kept)
+        assert costs[0].score_flops == costs[1].score_flops
+        assert costs[0].value_flops == costs[1].value_flops
+        assert costs[0].value_cache_numbers == costs[1].value_cache_numbers
+
+
+@torch.no_grad()
+def test_the_cost_of_a_cache_is_what_it_allocates() -> None:
+    layer = attention()
+    cache = layer.new_cache(max_length=40, page_size=1)
+    layer(torch.randn(1, 40, 64, dtype=torch.float64), cache=cache)
+    assert cache.nbytes == 8 * layer.cost(40).cache_numbers
+
+
+@torch.no_grad()
+def test_a_model_generates_alike_with_and_without_a_cache() -> None:
+    torch.manual_seed(0)
+    model = sa.LanguageModel(
+        50, f"[{SPEC},standard]", embed_dim=64, num_layers=2, num_heads=4, context_length=64, rotary=sa.Rotary()
+    )
+    for x in model.parameters():
+        x.normal_(std=0.2)
+    prompts = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [4, 5]]
+    cached = model.generate(prompts, max_new_tokens=12)
+    assert cached == model.generate(prompts, max_new_tokens=12, use_cache=False)
+    assert len({token for row in cached for token in row}) > 3
+
+
+@pytest.mark.parametrize(
+    "text",
+    [SPEC, "heads:standard", "heads:standard*2/window:252,sink_tokens=4*6", "heads:sliding:4|4@-|9,values=6|2/mlr:4|4"],
+)
+def test_texts(text) -> None:
+    spec = parse_spec(text)
+    assert str(spec) == text
+    assert parse_spec(str(spec)) == spec
+    assert all(str(each.with_scaling("mup")) != str(each) for each in (spec.heads or ())[:1])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("heads:", "expected a spec before and after every /"),
+        ("heads:standard/", "expected a spec before and after every /"),
+        ("heads:standard*0", "expected a positive whole number, got '0'"),
+        ("heads:standard*99999999", "at most 65536"),
+        ("heads:bilinear-btt:1", "must be a layout or a window alone"),
+        ("heads:heads:standard", "must be a layout or a window alone"),
+        ("heads:mlr:4|4+window:3", "has both a layout and a window"),
+        ("heads:mlr-text:32|32", "text units as levels"),
+        ("standard+heads:standard", "leave out the other terms"),
+    ],
+)
+def test_texts_that_are_wrong(text, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_spec(text)
+
+
+def test_mistakes() -> None:
+    with pytest.raises(ConfigError, match="a layout for each of 3 key heads, and the layer has 4"):
+        attention("heads:standard*3")
+    with pytest.raises(ConfigError, match="expected 16, got 4.4 = 8"):
+        attention("heads:mlr:4|4*4")
+    near = sa.LevelLayout.sliding((64,), (5,))
+    with pytest.raises(ConfigError, match="share them: leave scoring at its default"):
+        sa.Attention(64, 4, scoring=scoring.BTT(1), layout=sa.HeadLayouts((near,) * 4))
+    with pytest.raises(ConfigError, match="heads with layouts of their own keep keys"):
+        attention().new_cache(keys="hidden")
+    with pytest.raises(ConfigError, match="heads have layouts and windows of their own"):
+        AttentionSpec(heads=(AttentionSpec(),), window=4)

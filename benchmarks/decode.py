@@ -19,7 +19,8 @@ from torch import Tensor
 
 from benchmarks.attention import LAYOUTS, layout_of, row_reference
 from benchmarks.registry import Case, Check, Group, benchmark
-from structattn import LevelCache, LevelLayout, Storage
+from structattn import HeadLayouts, LevelCache, LevelLayout, Storage
+from structattn.layout.heads import groups_of
 
 BASELINE = "plain cache"
 CAT = "plain cache, torch.cat"
@@ -28,6 +29,7 @@ GROWING = "mlr 8x8, growing"
 # All tokens, of which those further back than the last 128 are in 8 or 4 bits; and few tokens, all of them.
 STORAGES = {"8 bits": Storage(8, 8), "4 bits": Storage(4, 4)}
 STREAMING = "window 252, 4 sink tokens"
+HALF = "half of the heads: window 252, 4 sink tokens"
 HEADS = 8
 DIM = 64
 BATCHES = (1, 8)
@@ -147,7 +149,7 @@ class DecodeWork:
     """
 
     cache: Cache
-    layout: LevelLayout
+    layout: LevelLayout | HeadLayouts
     new: tuple[Tensor, Tensor, Tensor]
     length: int
 
@@ -172,7 +174,7 @@ class DecodeWork:
             self.prepare()
             held = self.cache.cache.dense_past(k, v)
             keys, values = (torch.cat([past, x], dim=2) for past, x in zip(held, (k, v), strict=True))
-            (expected,) = row_reference(q, keys, values, self.layout, torch.zeros(1).long().to(q.device), None)
+            expected = _attention(q, keys, values, self.layout)
         else:
             expected = reference(q.shape[0], q.shape[1], self.length, self.layout, q.device, q.dtype)
         for _ in range(2):
@@ -195,11 +197,19 @@ def tokens(
 
 @lru_cache(maxsize=8)
 def reference(
-    batch: int, heads: int, length: int, layout: LevelLayout, device: torch.device, dtype: torch.dtype
+    batch: int, heads: int, length: int, layout: LevelLayout | HeadLayouts, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
     """The attention of the last query to all S ``tokens`` by the definition, (B, H, 1, D), float64."""
-    (out,) = row_reference(*tokens(batch, heads, length, device, dtype), layout, torch.zeros(1).long().to(device), None)
-    return out
+    return _attention(*tokens(batch, heads, length, device, dtype), layout)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, layout: LevelLayout | HeadLayouts) -> Tensor:
+    """The attention of the last query, (B, H, 1, D), to all keys, (B, H, S, D), by the definition."""
+    row, outs = torch.zeros(1).long().to(q.device), []
+    for group, heads in groups_of(layout, k.shape[1]):
+        assert isinstance(group, LevelLayout)
+        outs += row_reference(*(x[:, heads[0] : heads[-1] + 1] for x in (q, k, v)), group, row, None)
+    return torch.cat(outs, dim=1)
 
 
 def decode_work(
@@ -207,7 +217,7 @@ def decode_work(
 ) -> DecodeWork:
     """The work of a variant: its cache is filled, and one token is left to append."""
     q, k, v = tokens(batch, heads, length, device, dtype)
-    layout = decode_layout(label, length)
+    layout = decode_layout(label, length, heads)
     cache: Cache
     if label == BASELINE:
         cache = PlainCache(k, v)
@@ -220,10 +230,14 @@ def decode_work(
     return DecodeWork(cache=cache, layout=layout, new=new, length=length)
 
 
-def decode_layout(label: str, length: int) -> LevelLayout:
+def decode_layout(label: str, length: int, heads: int = HEADS) -> LevelLayout | HeadLayouts:
     """What a variant computes; full attention is one level."""
+    streaming = LevelLayout.sliding((DIM,), (252,), sink_tokens=4)
     if label == STREAMING:
-        return LevelLayout.sliding((DIM,), (252,), sink_tokens=4)
+        return streaming
+    if label == HALF:
+        near = heads // 2
+        return HeadLayouts((layout_of(PLAIN_LEVEL, length, DIM),) * (heads - near) + (streaming,) * near)
     if label in STORAGES:
         label = PLAIN_LEVEL
     return layout_of("mlr 8x8" if label == GROWING else label, length, DIM)
@@ -241,7 +255,7 @@ def decode_groups(
     for batch in batches:
         for length in lengths:
             labels = [BASELINE, *([CAT] if batch * length <= CAT_TOKENS else []), PLAIN_LEVEL, *LAYOUTS[DIM], GROWING]
-            labels += [*STORAGES, STREAMING]
+            labels += [*STORAGES, STREAMING, *([HALF] if heads > 1 else [])]
             yield Group(
                 mode="decode", cases=tuple(_case(label, batch, length, heads, device, dtype) for label in labels)
             )
@@ -251,13 +265,16 @@ def _case(label: str, batch: int, length: int, heads: int, device: torch.device,
     def build() -> DecodeWork:
         return decode_work(label, batch=batch, length=length, heads=heads, device=device, dtype=dtype)
 
-    layout = decode_layout(label, length)
-    kept = layout.key_cache_size(length) + layout.value_cache_size(length, DIM)  # per head; all of it is read
-    moved = (kept + 2 * DIM) * dtype.itemsize  # the query and the output; the new key and value are kept
+    groups = groups_of(decode_layout(label, length, heads), heads)
+    kept = 0  # of all heads together, and all of it is read
+    for group, of_group in groups:
+        assert isinstance(group, LevelLayout)
+        kept += len(of_group) * (group.key_cache_size(length) + group.value_cache_size(length, DIM))
+    moved = (kept + heads * 2 * DIM) * dtype.itemsize  # the query and the output; the new key and value are kept
     if label == CAT:
         moved += kept * dtype.itemsize  # every number is written too
     if (storage := STORAGES.get(label)) is not None:
-        codes = 2 * DIM * storage.first_exact(length - 1)
+        codes = heads * 2 * DIM * storage.first_exact(length - 1)
         moved -= codes * dtype.itemsize
         moved += codes * int(storage.key_bits) // 8 + 2 * 2 * codes // storage.group_size  # type: ignore[call-overload]
     return Case(
@@ -265,8 +282,8 @@ def _case(label: str, batch: int, length: int, heads: int, device: torch.device,
         label=label,
         sizes={"S": length, "B": batch, "H": heads, "D": DIM},
         build=build,
-        flops=batch * heads * 2 * kept,
-        bytes=batch * heads * moved,
+        flops=batch * 2 * kept,
+        bytes=batch * moved,
         is_baseline=label == BASELINE,
         measures_memory=batch == 1 and length in MEMORY_LENGTHS,
         tokens=batch,

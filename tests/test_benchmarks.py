@@ -402,7 +402,7 @@ def test_decoding_is_planned() -> None:
             (batch, 2**power) for batch in (1, 8) for power in range(10, 17)
         ]
         labels = {decode.BASELINE, decode.CAT, decode.PLAIN_LEVEL, decode.GROWING, *attention.LAYOUTS[64]}
-        labels |= {*decode.STORAGES, decode.STREAMING}
+        labels |= {*decode.STORAGES, decode.STREAMING, decode.HALF}
         assert all({case.label for case in group.cases} == labels for group in groups[:-1])
         assert {case.label for case in groups[-1].cases} == labels - {decode.CAT}
 

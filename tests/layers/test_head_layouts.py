@@ -102,7 +102,7 @@ def test_mistakes() -> None:
         attention("heads:mlr:4|4*4")
     near = sa.LevelLayout.sliding((64,), (5,))
     with pytest.raises(ConfigError, match="share them: leave scoring at its default"):
-        sa.Attention(64, 4, scoring=scoring.BTT(1), layout=sa.HeadLayouts((near,) * 4))
+        sa.Attention(64, 4, scoring=scoring.BTT(rank=1), layout=sa.HeadLayouts((near,) * 4))
     with pytest.raises(ConfigError, match="heads with layouts of their own keep keys"):
         attention().new_cache(keys="hidden")
     with pytest.raises(ConfigError, match="heads have layouts and windows of their own"):

@@ -28,7 +28,7 @@ from transformers import (
 from transformers.trainer_utils import get_last_checkpoint
 
 from structattn_lab.data.corpus import Corpus
-from structattn_lab.data.corpus.corpus import Tokens
+from structattn_lab.data.corpus.corpus import SplitTokens
 
 LENGTH, BATCH = 512, 16
 KEYS_FROM = 405  # steps on text alone: what text is like comes first
@@ -44,7 +44,7 @@ class Windows(Dataset):
 
     keys: torch.Tensor | None = None
 
-    def __init__(self, tokens: Tokens, count: int, seed: int | None = None) -> None:
+    def __init__(self, tokens: SplitTokens, count: int, seed: int | None = None) -> None:
         self.tokens, last = tokens, len(tokens) - LENGTH
         made = torch.Generator().manual_seed(seed or 0)
         self.starts = (

@@ -83,10 +83,13 @@ def test_an_old_name_is_the_module_of_today_and_changes_nothing_of_it() -> None:
 def test_an_old_module_that_was_divided_has_all_names() -> None:
     add_old_names()
     from structattn.studies.analysis.coordinate_check import CheckConfig, mup_check
+    from structattn.studies.report.page import Figure, Origin, Section
     from structattn.studies.training.trackers import Curves, check_tracker
 
     assert mup_check.__module__ == "structattn_lab.compare.mup_check"
     assert CheckConfig.__module__ == "structattn_lab.analysis.coordinate_check"
+    assert Figure.__module__ == "structattn_lab.report.page"
+    assert Origin.__module__ == Section.__module__ == "structattn_lab.report.report"
     assert Curves.__module__ == "structattn_lab.training.trackers"
     assert check_tracker.__module__ == "structattn_lab.settings.trackers"
     with pytest.raises(ImportError, match="nothing"):

@@ -1,7 +1,8 @@
 """What earlier versions wrote otherwise, in the form of today: specs, and output folders.
 
 Until 0.2 the spec of a baseline model was ``peer:NAME``, which is ``baseline:NAME`` today. Version 0.1.0
-wrote no owner file into its output folders: their runs can be resumed.
+wrote no owner file into its output folders: their runs can be resumed. It did not sign the records of its
+runs, and kept their progress in the last checkpoint only.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 
 _OLD, _NEW = "peer:", "baseline:"
 _OLD_SPEC = re.compile(rf"{_OLD}(DLinear|NHITS|PatchTST|iTransformer)\b")  # no other models had the old form
+# What the record of a run of version 0.1.0 has, which is not signed.
+UNSIGNED_RUN = ("task", "data", "spec", "seed", "config", "task_config", "record", "model_sha256")
 
 
 def todays_spec(spec: str) -> str:

@@ -38,6 +38,7 @@ MOVED: dict[str, tuple[str, ...]] = {
     "octaves": ("tasks.octaves",),
     "old_folders": ("old_formats",),
     "recipe": ("settings.recipe",),
+    "report.page": ("report.page", "report.report"),
     "report.pages": ("compare.pages",),
     "settings": ("settings.overrides",),
     "tasks.forecast.choice": ("inference.forecast_choice",),

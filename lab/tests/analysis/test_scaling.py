@@ -17,11 +17,11 @@ from structattn_lab.analysis import scaling_law
 from structattn_lab.analysis.scaling_law import scaling_laws
 from structattn_lab.compare.budgets import affordable_steps, training_of
 from structattn_lab.compare.grid import points_of
+from structattn_lab.compare.pages import report
 from structattn_lab.data.corpus import Characters
 from structattn_lab.records import Row
 from structattn_lab.records.common import to_json
 from structattn_lab.records.comparison import GridPosition, Scaling
-from structattn_lab.report.scaling import table, verdict
 from structattn_lab.settings.overrides import apply_overrides
 from structattn_lab.tasks.factory import TaskFactory
 from structattn_lab.tasks.registry import presets_of, recipe_for, task_class
@@ -161,11 +161,12 @@ def test_settings_have_baselines_of_their_own() -> None:
 
 
 def test_words_say_what_was_found() -> None:
-    saved = made_comparison(scaling=scaling_laws(rows(0.8), ("standard", "mlr:32|32")))
-    assert "With less compute than standard" in verdict(saved)
-    assert "0.80" in table(saved).text()
-    hidden = made_comparison(scaling=scaling_laws(rows(0.99, noise=0.01), ("standard", "mlr:32|32")))
-    assert "Not distinguishable from standard in compute for the same loss (standard = 1): mlr:32|32" in verdict(hidden)
+    trained, specs = (made_row("standard", 1.0),), ("standard", "mlr:32|32")
+    saved = report(made_comparison(trained, scaling=scaling_laws(rows(0.8), specs)))
+    assert "With less compute than standard" in saved.verdict
+    assert "0.80" in saved.tables[0].text()
+    hidden = report(made_comparison(trained, scaling=scaling_laws(rows(0.99, noise=0.01), specs)))
+    assert "Not distinguishable from standard in compute for the same loss (standard = 1): mlr:32|32" in hidden.verdict
 
 
 TINY = [

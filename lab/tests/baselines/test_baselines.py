@@ -21,7 +21,7 @@ from structattn.layers.layer import LayerShape
 from structattn.spec.attention import all_forms
 from structattn.testing.tolerances import assert_close
 from structattn_lab.baselines.layer import BaselineLayer
-from structattn_lab.baselines.tables import Table, TableCache
+from structattn_lab.baselines.tables import SlotTable, TableCache
 
 FORMS = {name: all_forms()[name] for name in ("gated-delta", "mla", "pooled", "recent", "tpa")}
 WIDTH, HEADS, DIM = 16, 2, 8
@@ -447,8 +447,8 @@ def test_flops_of_the_gated_delta_rule_are_those_of_pytorchs_counter(length, chu
     assert layer.cost(length).flops == counter.get_total_flops() + solved
 
 
-@pytest.mark.parametrize("table", [Table(width=1, ring=4), Table(width=1, ring=3, first=2)], ids=str)
-def test_a_ring_holds_the_newest_tokens_in_the_slots_that_it_says(table: Table) -> None:
+@pytest.mark.parametrize("table", [SlotTable(width=1, ring=4), SlotTable(width=1, ring=3, first=2)], ids=str)
+def test_a_ring_holds_the_newest_tokens_in_the_slots_that_it_says(table: SlotTable) -> None:
     for sizes in ([1] * 12, [9, 1, 2], [2, 7, 3]):
         cache, kept = TableCache({"t": table}, left_padding=[0, 5]), {0: -1, 1: -1}
         for new in torch.arange(1.0, 13.0).split(sizes):

@@ -30,7 +30,7 @@ from structattn_lab.data.corpus import (
     Corpus,
     PrepareConfig,
     Source,
-    Tokens,
+    SplitTokens,
     prepare,
     tokenizer_from,
 )
@@ -586,7 +586,7 @@ def test_windows_cross_shards_and_know_their_documents(lengths, data) -> None:
     flat = [n for shard in lengths for n in shard]
     ids = np.arange(sum(flat), dtype=np.uint16)
     cuts = np.cumsum([sum(shard) for shard in lengths])[:-1]
-    tokens = Tokens(np.split(ids, cuts), np.array(flat))
+    tokens = SplitTokens(np.split(ids, cuts), np.array(flat))
     assert len(tokens) == len(ids)
     length = data.draw(st.integers(1, len(ids)))
     starts = data.draw(st.lists(st.integers(0, len(ids) - length), min_size=1, max_size=3))

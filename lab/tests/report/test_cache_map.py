@@ -10,7 +10,7 @@ from made_records import made_comparison, made_row
 
 import structattn as sa
 from structattn_lab.records import ComparisonRecord
-from structattn_lab.report.cache_map import cache_table
+from structattn_lab.report import cache_map
 from structattn_lab.report.figures.comparison import drawings
 from structattn_lab.report.numbers import DASH
 from structattn_lab.report.writer import write_figures
@@ -45,7 +45,7 @@ def recall(**others: object) -> ComparisonRecord:
 
 
 def test_the_table_has_bytes_scores_and_the_frontier() -> None:
-    table = cache_table(recall(), metrics=("accuracy_far",))
+    table = cache_map.report(metrics=("accuracy_far",)).tables["cache"](recall())
     assert table is not None
     assert [line.cells for line in table.lines] == [
         ("window:8", "16", "2.05", "0.200 ± 0.050", "1.50", "yes"),
@@ -58,9 +58,9 @@ def test_the_table_has_bytes_scores_and_the_frontier() -> None:
 def test_without_caches_of_different_sizes_there_is_no_map(tmp_path: Path) -> None:
     record = recall()
     one = made_comparison(record.rows[:1], task="recall", metric="nats", config=record.config)
-    assert cache_table(one) is None
+    assert cache_map.report().tables["cache"](one) is None
     one = made_comparison(record.rows[:1] + record.rows[3:], task="recall", metric="nats", config=record.config)
-    table = cache_table(one)
+    table = cache_map.report().tables["cache"](one)
     assert table is not None
     assert [line.cells[1] for line in table.lines] == ["128", DASH]
     assert not {"cache", "decode-time"} & set(write_figures(drawings(one, report_of(one)), tmp_path))

@@ -35,11 +35,11 @@ def recorded(task: str) -> ComparisonRecord:
 
 
 def table(record: ComparisonRecord) -> Table:
-    return comparison.table(record, report_of(record))
+    return comparison.report(record, report_of(record)).tables[0]
 
 
 def verdict(record: ComparisonRecord) -> str:
-    return comparison.verdict(record, report_of(record))
+    return comparison.report(record, report_of(record)).verdict
 
 
 def with_scores(record: ComparisonRecord, **scores: tuple[float, ...]) -> ComparisonRecord:

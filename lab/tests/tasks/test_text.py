@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from structattn.errors import ConfigError, DataError
-from structattn_lab.data.corpus import Characters, Tokens
+from structattn_lab.data.corpus import Characters, SplitTokens
 from structattn_lab.data.corpus.tokenizers import CHARACTERS
 from structattn_lab.tasks.text.task import TextConfig, TextTask
 
@@ -26,7 +26,7 @@ def encode(text: str) -> list[int]:
     return TOKENIZER.encode(text).tolist()
 
 
-def whole(tokens: Tokens) -> str:
+def whole(tokens: SplitTokens) -> str:
     return decode(tokens.read(0, len(tokens)).tolist())
 
 

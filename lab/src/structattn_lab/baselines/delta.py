@@ -16,7 +16,7 @@ from structattn.grammar import Form, named, positive, write_term
 from structattn.layers.layer import CustomAttention, LayerShape
 from structattn.ops.checks import without_autocast
 from structattn_lab.baselines.layer import BaselineLayer, linear
-from structattn_lab.baselines.tables import Table, TableCache
+from structattn_lab.baselines.tables import SlotTable, TableCache
 
 _CHUNK = 64
 _TAPS = 4  # of the convolution
@@ -71,7 +71,10 @@ class GatedDeltaLayer(BaselineLayer):
         key, value = variant.key, variant.value or 2 * variant.key
         heads = shape.num_heads
         width = heads * (2 * key + value)
-        tables = {"state": Table(width=heads * key * value, ring=1), "inputs": Table(width=width, ring=_TAPS - 1)}
+        tables = {
+            "state": SlotTable(width=heads * key * value, ring=1),
+            "inputs": SlotTable(width=width, ring=_TAPS - 1),
+        }
         super().__init__(str(variant), shape, tables, mixed_dim=heads * value)
         self.key, self.value = key, value
         self.qkv_proj = linear(self.embed_dim, width)

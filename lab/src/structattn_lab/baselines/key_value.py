@@ -12,7 +12,7 @@ from structattn.layers.layer import LayerShape
 from structattn.layers.scoring import LowRank
 from structattn.layers.scoring_modules import HeadShape
 from structattn_lab.baselines.layer import BaselineLayer, linear
-from structattn_lab.baselines.tables import Table
+from structattn_lab.baselines.tables import SlotTable
 
 
 def pair_width(shape: LayerShape) -> int:
@@ -30,7 +30,7 @@ class KeyValueLayer(BaselineLayer):
         tables: of the cache.
     """
 
-    def __init__(self, name: str, shape: LayerShape, tables: dict[str, Table]) -> None:
+    def __init__(self, name: str, shape: LayerShape, tables: dict[str, SlotTable]) -> None:
         super().__init__(name, shape, tables, has_key_heads=True)
         heads = HeadShape(
             embed_dim=self.embed_dim,

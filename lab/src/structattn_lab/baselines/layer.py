@@ -16,7 +16,7 @@ from structattn.errors import ConfigError
 from structattn.layers.checks import check_states
 from structattn.layers.layer import AttentionLayer, LayerShape, SequenceCost
 from structattn.layers.scoring_modules import HeadShape
-from structattn_lab.baselines.tables import Table, TableCache
+from structattn_lab.baselines.tables import SlotTable, TableCache
 
 _MOST_UNEQUAL = 64  # widths of a linear layer; more is a mistake in a spec, and may take minutes
 _NARROW = 256
@@ -81,7 +81,7 @@ class BaselineLayer(AttentionLayer):
         self,
         name: str,
         shape: LayerShape,
-        tables: dict[str, Table],
+        tables: dict[str, SlotTable],
         *,
         has_key_heads: bool = False,
         mixed_dim: int | None = None,

@@ -15,7 +15,7 @@ from structattn.checks import check_size
 from structattn.grammar import Form, named, positive, write_term
 from structattn.layers.layer import CustomAttention, LayerShape
 from structattn_lab.baselines.layer import BaselineLayer, causal_mask, causal_pairs, linear, masked_softmax
-from structattn_lab.baselines.tables import Table, TableCache
+from structattn_lab.baselines.tables import SlotTable, TableCache
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class MLALayer(BaselineLayer):
 
     def __init__(self, variant: MLA, shape: LayerShape) -> None:
         rope = variant.rope or max(1, shape.embed_dim // shape.num_heads // 2)
-        super().__init__(str(variant), shape, {"latent": Table(width=variant.rank + rope)})
+        super().__init__(str(variant), shape, {"latent": SlotTable(width=variant.rank + rope)})
         self.rank, self.rope = variant.rank, rope
         self.query_proj = linear(self.embed_dim, self.num_heads * (self.head_dim + self.rope))
         self.latent_proj = linear(self.embed_dim, self.rank + self.rope)

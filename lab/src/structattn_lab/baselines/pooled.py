@@ -12,7 +12,7 @@ from structattn.grammar import Form, named, positive, write_term
 from structattn.layers.layer import CustomAttention, LayerShape
 from structattn_lab.baselines.key_value import KeyValueLayer, joined, pair_width, separate
 from structattn_lab.baselines.layer import causal_pairs
-from structattn_lab.baselines.tables import Table, TableCache
+from structattn_lab.baselines.tables import SlotTable, TableCache
 
 _MOST_IN_BLOCK = 2**20  # tokens, each of which has a learned number
 
@@ -76,8 +76,8 @@ class PooledLayer(KeyValueLayer):
     def __init__(self, variant: Pooled, shape: LayerShape) -> None:
         width = pair_width(shape)
         tables = {
-            "tokens": Table(width=width, ring=variant.window + variant.block - 1),
-            "blocks": Table(width=width, per=variant.block, lag=variant.window),
+            "tokens": SlotTable(width=width, ring=variant.window + variant.block - 1),
+            "blocks": SlotTable(width=width, per=variant.block, lag=variant.window),
         }
         super().__init__(str(variant), shape, tables)
         self.variant = variant

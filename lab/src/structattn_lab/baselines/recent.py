@@ -11,7 +11,7 @@ from structattn.grammar import Form, named, positive, write_term
 from structattn.layers.layer import CustomAttention, LayerShape
 from structattn_lab.baselines.key_value import KeyValueLayer, joined, pair_width, separate
 from structattn_lab.baselines.layer import causal_pairs
-from structattn_lab.baselines.tables import Table, TableCache
+from structattn_lab.baselines.tables import SlotTable, TableCache
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class RecentLayer(KeyValueLayer):
     """
 
     def __init__(self, variant: Recent, shape: LayerShape) -> None:
-        table = Table(width=pair_width(shape), ring=variant.window, first=variant.sinks)
+        table = SlotTable(width=pair_width(shape), ring=variant.window, first=variant.sinks)
         super().__init__(str(variant), shape, {"tokens": table})
         self.variant = variant
 

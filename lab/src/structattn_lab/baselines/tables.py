@@ -20,7 +20,7 @@ from structattn.errors import CacheError, ConfigError, ShapeError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Table:
+class SlotTable:
     """One table: token p of a sequence is in slot p, or shares one.
 
     Args:
@@ -81,7 +81,7 @@ class TableCache(OneLayerCache):
 
     def __init__(
         self,
-        tables: Mapping[str, Table],
+        tables: Mapping[str, SlotTable],
         *,
         max_length: int | None = None,
         page_size: int = PAGE_SIZE,
@@ -105,7 +105,7 @@ class TableCache(OneLayerCache):
     def __copy__(self) -> Self:
         return copy.deepcopy(self)
 
-    def bind(self, layer: object, tables: Mapping[str, Table]) -> None:
+    def bind(self, layer: object, tables: Mapping[str, SlotTable]) -> None:
         """Makes this the cache of one layer; a copy has none yet. Raises ``ConfigError`` if it is the cache
         of another one.
         """

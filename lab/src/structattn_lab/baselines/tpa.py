@@ -14,7 +14,7 @@ from structattn.checks import check_size
 from structattn.grammar import Form, named, positive, write_term
 from structattn.layers.layer import CustomAttention, LayerShape
 from structattn_lab.baselines.layer import BaselineLayer, causal_mask, causal_pairs, linear
-from structattn_lab.baselines.tables import Table, TableCache
+from structattn_lab.baselines.tables import SlotTable, TableCache
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class TPALayer(BaselineLayer):
         query = variant.query or 3 * variant.rank
         per_rank = shape.num_heads + shape.embed_dim // shape.num_heads
         width = variant.rank * per_rank
-        super().__init__(str(variant), shape, {"keys": Table(width=width), "values": Table(width=width)})
+        super().__init__(str(variant), shape, {"keys": SlotTable(width=width), "values": SlotTable(width=width)})
         self.query_proj = linear(self.embed_dim, query * per_rank)
         self.key_proj = linear(self.embed_dim, width)
         self.value_proj = linear(self.embed_dim, width)

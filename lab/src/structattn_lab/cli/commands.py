@@ -38,20 +38,20 @@ class CompletionCommand:
         print(completion.script(self.shell, COMMANDS))
 
 
-class Command(Protocol):
+class ParsedCommand(Protocol):
     """A dataclass of options, with a method that runs it."""
 
     def execute(self, session: Session) -> None: ...
 
 
-def _of_library(name: str, command: library.Command) -> type[Command]:
+def _of_library(name: str, command: library.Command) -> type[ParsedCommand]:
     """A command of structattn itself, which has no options."""
     space = {"__doc__": command.about, "execute": lambda self, session: command.run()}
     return dataclasses.make_dataclass(f"{name}-command", [], namespace=space, frozen=True)
 
 
 # Every command by the words that name it, in the order of the help.
-COMMANDS: dict[str, type[Command]] = {
+COMMANDS: dict[str, type[ParsedCommand]] = {
     "compare": CompareCommand,
     "train": TrainCommand,
     "sweep": SweepCommand,

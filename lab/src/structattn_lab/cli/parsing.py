@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, cast, get_args, get_origin
 import tyro
 
 from structattn.errors import ConfigError, nearest_name
-from structattn_lab.cli.commands import COMMANDS, Command
+from structattn_lab.cli.commands import COMMANDS, ParsedCommand
 from structattn_lab.cli.output import summary_of
 from structattn_lab.cli.values import KINDS, choice, constructor
 
@@ -54,7 +54,7 @@ def _values(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.Prim
     return constructor(KINDS[kind], several=several) if kind in KINDS else None
 
 
-def parse(arguments: Sequence[str]) -> Command:
+def parse(arguments: Sequence[str]) -> ParsedCommand:
     """The command that the words after the program's name describe.
 
     Prints help and exits if the words ask for it, or if there are none.
@@ -67,7 +67,7 @@ def parse(arguments: Sequence[str]) -> Command:
     name = next((name for name in (" ".join(words), *words[:1]) if name in COMMANDS), None)
     if name is not None and list(arguments[: len(name.split())]) == name.split():
         rest = arguments[len(name.split()) :]
-        return cast(Command, _read(COMMANDS[name], rest, f"structattn {name}"))
+        return cast(ParsedCommand, _read(COMMANDS[name], rest, f"structattn {name}"))
     group = {command: kind for command, kind in COMMANDS.items() if command.split()[0] in words[:1]}
     if words[:1] and not group:
         raise ConfigError(f"unknown command {words[0]!r}: {nearest_name(words[0], COMMANDS)}")
@@ -100,7 +100,7 @@ def _check_encoding(arguments: Sequence[str]) -> None:
             ) from None
 
 
-def _print_help(commands: dict[str, type[Command]]) -> None:
+def _print_help(commands: dict[str, type[ParsedCommand]]) -> None:
     """The commands with the first line of their docstrings."""
     kinds: list[Any] = [
         Annotated[kind, tyro.conf.subcommand(name, description=summary_of(kind))] for name, kind in commands.items()

@@ -21,7 +21,7 @@ _MAX_SEED = 2**63 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
+class ValueKind:
     """A kind of value.
 
     Attributes:
@@ -89,7 +89,7 @@ class Kind:
         return value
 
 
-def constructor(kind: Kind, *, several: bool) -> tyro.constructors.PrimitiveConstructorSpec[Any]:
+def constructor(kind: ValueKind, *, several: bool) -> tyro.constructors.PrimitiveConstructorSpec[Any]:
     """How tyro reads an option of one value, or of at least one. ``None`` is a default of some, and never
     written.
     """
@@ -112,17 +112,17 @@ def constructor(kind: Kind, *, several: bool) -> tyro.constructors.PrimitiveCons
     )
 
 
-def whole(minimum: int | None = None, maximum: int | None = LARGEST) -> Kind:
+def whole(minimum: int | None = None, maximum: int | None = LARGEST) -> ValueKind:
     """A whole number within bounds."""
-    return Kind(type=int, name="INT", words="a whole number", minimum=minimum, maximum=maximum)
+    return ValueKind(type=int, name="INT", words="a whole number", minimum=minimum, maximum=maximum)
 
 
-def number(**bounds: float) -> Kind:
+def number(**bounds: float) -> ValueKind:
     """A finite number within bounds."""
-    return Kind(type=float, name="FLOAT", words="a finite number", **bounds)
+    return ValueKind(type=float, name="FLOAT", words="a finite number", **bounds)
 
 
-def choice(choices: tuple[str, ...]) -> Kind:
+def choice(choices: tuple[str, ...]) -> ValueKind:
     """One of several words."""
 
     def read(word: str) -> str:
@@ -130,16 +130,16 @@ def choice(choices: tuple[str, ...]) -> Kind:
             raise ValueError(f"unknown value {word!r}: {nearest_name(word, choices)}")
         return word
 
-    return Kind(type=read, name=f"{{{','.join(choices)}}}", words="a word")
+    return ValueKind(type=read, name=f"{{{','.join(choices)}}}", words="a word")
 
 
-TEXT = Kind(type=str, name="TEXT", words="a text")
+TEXT = ValueKind(type=str, name="TEXT", words="a text")
 # The kinds of options that declare nothing more.
-KINDS: dict[Any, Kind] = {
+KINDS: dict[Any, ValueKind] = {
     int: whole(),
     float: number(),
     str: TEXT,
-    Path: Kind(type=Path, name="PATH", words="a file or a folder"),
+    Path: ValueKind(type=Path, name="PATH", words="a file or a folder"),
 }
 
 

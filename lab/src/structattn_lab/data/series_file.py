@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from structattn.errors import DataError, nearest_name
 from structattn_lab.data.series import Floats, Times, TimeSeries, check_scale, ett_split
-from structattn_lab.data.series_table import CsvTable, Table, pandas
+from structattn_lab.data.series_table import CellTable, CsvTable, pandas
 from structattn_lab.data.time_steps import microseconds, most_frequent, step_of, usual_step
 
 _EMPTY = {"", "na", "n/a", "<na>", "nan", "-nan", "null", "none", "nat"}
@@ -54,7 +54,7 @@ def read_columns(path: Path | None, time: str, target: str) -> list[TimeSeries]:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Rows:
+class PastRows:
     """Columns of a table that a forecast starts from.
 
     Attributes:
@@ -68,7 +68,7 @@ class Rows:
     zone: Any = None
 
 
-def read_rows(table: Table, time: str, targets: Sequence[str]) -> Rows:
+def read_rows(table: CellTable, time: str, targets: Sequence[str]) -> PastRows:
     """Reads columns with the checks of ``read_columns``.
 
     Without the column of times, and without any column of texts, which might hold them under another name,
@@ -88,14 +88,14 @@ def read_rows(table: Table, time: str, targets: Sequence[str]) -> Rows:
         times = _parse_times(table, time)
         _check_regular(times, table)
         zone = table.zone(time) or ("UTC" if _ZONE.search(table.cells(time)[0]) else None)
-        return Rows(values=values, times=times, zone=zone)
+        return PastRows(values=values, times=times, zone=zone)
     others = [name for name in dict.fromkeys(table.columns) if name not in targets and table.columns.count(name) == 1]
     if texts := [name for name in others if not _is_number(table.cells(name)[0])]:
         raise DataError(
             f"{table.source}: expected a time column {time!r}, as in training, got a {table.noun} without it. Name its "
             f"column with --time: {nearest_name(time, texts)}"
         )
-    return Rows(values=values, times=None)
+    return PastRows(values=values, times=None)
 
 
 def _is_number(cell: str) -> bool:
@@ -105,7 +105,7 @@ def _is_number(cell: str) -> bool:
     return cell.lower() in _EMPTY
 
 
-def _targets(table: Table, time: str, target: str) -> list[str]:
+def _targets(table: CellTable, time: str, target: str) -> list[str]:
     if target.strip() in table.columns:
         return [target.strip()]
     if target == ALL_COLUMNS:
@@ -121,7 +121,7 @@ def _targets(table: Table, time: str, target: str) -> list[str]:
     return names
 
 
-def _column(name: str, table: Table) -> str:
+def _column(name: str, table: CellTable) -> str:
     if name.strip() not in table.columns or not name.strip():
         raise DataError(
             f"{table.source}: expected a target column {name!r}, got a file without it. Name a column of the file with "
@@ -130,7 +130,7 @@ def _column(name: str, table: Table) -> str:
     return name.strip()
 
 
-def _read(table: Table, time: str, targets: list[str]) -> list[TimeSeries]:
+def _read(table: CellTable, time: str, targets: list[str]) -> list[TimeSeries]:
     source = table.source
     if not targets:
         raise DataError(f"{source}: expected a column other than the times, got none. Add one with the values.")
@@ -145,7 +145,7 @@ def _read(table: Table, time: str, targets: list[str]) -> list[TimeSeries]:
     ]
 
 
-def _parse_values(table: Table, column: str) -> Floats:
+def _parse_values(table: CellTable, column: str) -> Floats:
     cells, source = table.numbers(column), table.source
     values = np.empty(len(cells))
     for i, cell in enumerate(cells):
@@ -170,7 +170,7 @@ def _parse_values(table: Table, column: str) -> Floats:
     return values
 
 
-def _parse_times(table: Table, column: str) -> Times:
+def _parse_times(table: CellTable, column: str) -> Times:
     pd, cells, source = pandas(), table.cells(column), table.source
 
     def parse(**how: Any) -> Any:
@@ -212,7 +212,7 @@ def _parse_times(table: Table, column: str) -> Times:
     return times
 
 
-def _check_regular(times: Times, table: Table) -> str:
+def _check_regular(times: Times, table: CellTable) -> str:
     """The step of regular times in words; DataError for other times."""
     source = table.source
     if len(times) < 3:

@@ -25,7 +25,7 @@ _DECIMALS = re.compile(r"[+-]?\d*,\d+([eE][+-]?\d+)?")
 _THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2}[.,]\d{3}")
 
 
-class Table(Protocol):
+class CellTable(Protocol):
     """Rows of cells as texts.
 
     Attributes:
@@ -213,7 +213,7 @@ class FrameTable:
         return getattr(self._column(name).dtype, "tz", None)
 
 
-def _check_once(table: Table, name: str) -> None:
+def _check_once(table: CellTable, name: str) -> None:
     if table.columns.count(name) > 1:
         raise DataError(f"{table.source}: expected different names of columns, got {name!r} twice. Rename one of them.")
 

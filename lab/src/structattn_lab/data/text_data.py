@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from structattn.errors import DataError
-from structattn_lab.data.corpus import Characters, Corpus, Document, Source, Tokenizer, Tokens
+from structattn_lab.data.corpus import Characters, Corpus, Document, Source, SplitTokens, Tokenizer
 from structattn_lab.data.plain_text import is_there
 from structattn_lab.data.splits import SPLITS
 
@@ -22,7 +22,7 @@ class TextData(NamedTuple):
     """
 
     tokenizer: Tokenizer
-    splits: dict[str, Tokens]
+    splits: dict[str, SplitTokens]
     sha256: str
     source: str
 
@@ -42,12 +42,12 @@ def open_text_data(data: str) -> TextData:
     encoded = [tokenizer.encode(document.text, document.name) for document in documents]
     tokens, ends = np.concatenate(encoded), np.cumsum([len(part) for part in encoded])
     sha256 = hashlib.sha256("\0".join(document.text for document in documents).encode()).hexdigest()
-    splits: dict[str, Tokens] = {}
+    splits: dict[str, SplitTokens] = {}
     length = len(tokens)
     edges = (0, 9 * length // 10, 19 * length // 20, length)
     for name, (a, b) in zip(SPLITS, pairwise(edges), strict=True):
         bounds = [a, *ends[(ends > a) & (ends < b)], b]  # a document at an edge of the splits becomes two
-        splits[name] = Tokens([tokens[a:b]], np.diff(bounds))
+        splits[name] = SplitTokens([tokens[a:b]], np.diff(bounds))
     return TextData(tokenizer, splits, sha256, source)
 
 

@@ -18,7 +18,7 @@ from structattn.files import write_atomic
 from structattn.progress import doing
 from structattn_lab.data.plain_text import is_there
 from structattn_lab.data.series_file import read_rows
-from structattn_lab.data.series_table import CsvTable, FrameTable, Table, pandas
+from structattn_lab.data.series_table import CellTable, CsvTable, FrameTable, pandas
 from structattn_lab.data.time_steps import step_of
 from structattn_lab.inference.forecast_choice import choose
 from structattn_lab.tasks.forecast.future import Forecast, check_request, forecast_units
@@ -195,7 +195,7 @@ class _Asked:
             self._chosen.forecaster, self._chosen.name, self._horizon, levels, self._chosen.unlimited
         )
 
-    def forecast(self, table: Table, time: str) -> Forecast:
+    def forecast(self, table: CellTable, time: str) -> Forecast:
         """Reads the table and forecasts.
 
         Raises:

@@ -1,31 +1,31 @@
-"""Quality against the key/value cache: the table of what each attention variant keeps, and what it scores."""
+"""The cache map: quality against the key/value cache, as a part of the report of a comparison."""
 
 from __future__ import annotations
 
+from functools import partial
+
 from structattn_lab.analysis.frontier import on_frontier
 from structattn_lab.records.comparison import ComparisonRecord, Row
+from structattn_lab.report.figures.cache_map import by_cache, by_decode_time, bytes_per_token
 from structattn_lab.report.numbers import DASH, fmt_pm
 from structattn_lab.report.rows import by_variant, fmt_row
 from structattn_lab.report.table import Table
+from structattn_lab.report.task_report import TaskReport
 
-CACHE_ITEM_BYTES = 2  # bf16
 
+def report(metrics: tuple[str, ...] = ()) -> TaskReport:
+    """What the cache map adds to the report of a comparison: its table, and its two figures.
 
-def cached_rows(record: ComparisonRecord) -> list[Row]:
-    """The rows with a known cache; none where all caches are equally large, so that there is nothing to
-    map.
+    Args:
+        metrics: names of further metrics to show.
     """
-    rows = [row for row in record.rows if row.cache_numbers is not None]
-    return rows if len({row.cache_numbers for row in rows}) > 1 else []
+    return TaskReport(
+        figures={"cache": partial(by_cache, metrics=metrics), "decode-time": partial(by_decode_time, metrics=metrics)},
+        tables={"cache": partial(_table, metrics=metrics)},
+    )
 
 
-def bytes_per_token(record: ComparisonRecord, row: Row) -> float:
-    """The cache of one sequence at the context length, of all layers in bf16, over its tokens."""
-    assert row.cache_numbers is not None
-    return float(CACHE_ITEM_BYTES * row.cache_numbers / record.config["task"]["context_length"])
-
-
-def cache_table(record: ComparisonRecord, metrics: tuple[str, ...] = ()) -> Table | None:
+def _table(record: ComparisonRecord, metrics: tuple[str, ...]) -> Table | None:
     """A line for each attention variant, the smallest cache first; of one without a cache the columns of
     caches have a dash.
 

@@ -30,7 +30,7 @@ from structattn_lab.report.table import Line, Table
 from structattn_lab.report.task_report import TaskReport
 
 
-def table(record: ComparisonRecord, task: TaskReport) -> Table:
+def _table(record: ComparisonRecord, task: TaskReport) -> Table:
     """A line for each attention variant in the order asked for, the best one marked, and below them the
     baselines.
     """
@@ -80,13 +80,13 @@ def table(record: ComparisonRecord, task: TaskReport) -> Table:
 def report(record: ComparisonRecord, task: TaskReport) -> Report:
     """Verdict, table, the tables and figures of the task, how to repeat it."""
     several = len(record.seeds) > 1
-    tables = [table(record, task), *task_tables(record, task)]
+    tables = [_table(record, task), *task_tables(record, task)]
     return Report(
         title=f"Attention compared: {record.task}",
         question=record.question,
         byline=byline(record),
         facts=facts(record),
-        verdict=verdict(record, task),
+        verdict=_verdict(record, task),
         sections=[
             *(Section(heading="" if i else "Results", table=table) for i, table in enumerate(tables)),
             Section(heading="Figures", drawings=drawings(named(record, task.name_of), task)),
@@ -126,7 +126,7 @@ def task_tables(record: ComparisonRecord, task: TaskReport) -> list[Table]:
     return [table for make in task.tables.values() if (table := make(record)) is not None]
 
 
-def verdict(record: ComparisonRecord, task: TaskReport) -> str:
+def _verdict(record: ComparisonRecord, task: TaskReport) -> str:
     """What the comparison shows, and what it does not.
 
     Args:
@@ -139,11 +139,11 @@ def verdict(record: ComparisonRecord, task: TaskReport) -> str:
     """
     records = by_variant(record)
     if len(records) > 1:
-        return "\n".join(f"{name}: {_verdict(of_variant, task)}" for name, of_variant in records.items())
-    return _verdict(record, task)
+        return "\n".join(f"{name}: {_of_setting(of_variant, task)}" for name, of_variant in records.items())
+    return _of_setting(record, task)
 
 
-def _verdict(record: ComparisonRecord, task: TaskReport) -> str:
+def _of_setting(record: ComparisonRecord, task: TaskReport) -> str:
     if task.verdict is not None and (said := task.verdict(record)) is not None:
         return said
     ranked = ranked_rows(record)

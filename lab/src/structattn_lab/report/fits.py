@@ -15,7 +15,7 @@ from structattn_lab.report.table import Table
 _BUDGET = 0.25
 
 
-def fmt_error(value: float) -> str:
+def _fmt_error(value: float) -> str:
     """A relative error with three digits: ``0.0612``, ``2.1e-05``."""
     return f"{value:.1e}" if 0 < value < 1e-3 else f"{value:.4f}" if value else "0"
 
@@ -29,18 +29,14 @@ def _nearest(matrix: FittedMatrix) -> FitRow | None:
     return min(rows, key=lambda row: (max(row.relative_error, 1e-9), row.num_params), default=None)
 
 
-def tables(record: FitsRecord) -> list[Table]:
-    """One for each matrix, in the order of parameters, the nearest structure of few parameters marked."""
-    return [_table(matrix) for matrix in record.matrices]
-
-
 def _table(matrix: FittedMatrix) -> Table:
+    """In the order of parameters, the nearest structure of few parameters marked."""
     size = matrix.num_rows * matrix.num_cols
     columns: list[tuple[str, Callable[[FitRow], str]]] = [
         ("structure", lambda row: row.structure),
         ("parameters", lambda row: f"{row.num_params:,}"),
         ("of dense", lambda row: f"{100 * row.num_params / size:.1f}%"),
-        ("error", lambda row: fmt_error(row.relative_error)),
+        ("error", lambda row: _fmt_error(row.relative_error)),
         ("method", _method),
         ("seconds", lambda row: fmt_seconds(row.seconds)),
     ]
@@ -57,7 +53,7 @@ def _method(row: FitRow) -> str:
     return f"{row.method}{optimal}{detail}"
 
 
-def verdict(record: FitsRecord) -> str:
+def _verdict(record: FitsRecord) -> str:
     """For every matrix, what is nearest within a quarter of the dense parameters, beside low rank."""
     sentences = []
     for matrix in record.matrices:
@@ -66,16 +62,16 @@ def verdict(record: FitsRecord) -> str:
             sentences.append(f"{matrix.name}: nothing was fitted within a quarter of the dense parameters.")
             continue
         low = _nearest(replace(matrix, rows=tuple(row for row in matrix.rows if row.family == "lowrank")))
-        beside = f" (low rank: {fmt_error(low.relative_error)})" if low is not None and low is not best else ""
+        beside = f" (low rank: {_fmt_error(low.relative_error)})" if low is not None and low is not best else ""
         sentences.append(
-            f"{matrix.name}: {best.structure}, with a relative error of {fmt_error(best.relative_error)}{beside}."
+            f"{matrix.name}: {best.structure}, with a relative error of {_fmt_error(best.relative_error)}{beside}."
         )
     return f"Nearest within {100 * _BUDGET:.0f} % of the parameters of a dense matrix. " + " ".join(sentences)
 
 
 def report(record: FitsRecord) -> Report:
     """Verdict, figure, a table for each matrix, how to repeat it."""
-    words, of_matrices = verdict(record), tables(record)
+    words, of_matrices = _verdict(record), [_table(matrix) for matrix in record.matrices]
     note = "error: relative, Frobenius norm; * nearest within a quarter of the dense parameters"
     return Report(
         title="Structures fitted to matrices",

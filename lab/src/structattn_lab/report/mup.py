@@ -31,7 +31,7 @@ def _rate(rate: float | None) -> str:
     return DASH if rate is None else f"2^{math.log2(rate):g}"
 
 
-def table(record: MupRecord) -> Table:
+def _table(record: MupRecord) -> Table:
     """A line for each structure and parametrisation."""
 
     def of_transfer(text: Callable[[Transfer], str]) -> Callable[[Coordinates], str]:
@@ -61,7 +61,7 @@ def _notes(record: MupRecord) -> tuple[str, ...]:
     return tuple(words)
 
 
-def verdict(record: MupRecord) -> str:
+def _verdict(record: MupRecord) -> str:
     """Which structures are flat under muP, how far the standard parametrisation is from it, and how far best
     rates move.
     """
@@ -90,12 +90,12 @@ def verdict(record: MupRecord) -> str:
 
 def report(record: MupRecord) -> Report:
     """Verdict, table, figures, all slopes, how to repeat it."""
-    whole = table(record)
+    whole = _table(record)
     return Report(
         title="Does muP hold?",
         question="Are the sizes inside the model and the best learning rate the same at every width of the model?",
         byline=(fmt_date(record.created), f"{fmt_seconds(record.seconds)} seconds"),
-        verdict=verdict(record),
+        verdict=_verdict(record),
         sections=(
             Section(heading="Results", table=whole),
             Section(heading="Figures", drawings=drawings(record)),

@@ -49,7 +49,7 @@ def _law_columns(record: ComparisonRecord) -> list[tuple[str, Callable[[OneLaw],
     ]
 
 
-def table(record: ComparisonRecord) -> Table:
+def _table(record: ComparisonRecord) -> Table:
     """A line for each attention variant and setting."""
     budget = laws(record).series[0].frontier.points[-1].budget
     columns: list[tuple[str, Callable[[OneLaw], str]]] = [("attention", lambda one: one[0].spec)]
@@ -85,7 +85,7 @@ def _notes(record: ComparisonRecord) -> tuple[str, ...]:
     return tuple(words)
 
 
-def verdict(record: ComparisonRecord) -> str:
+def _verdict(record: ComparisonRecord) -> str:
     """Which variants need less compute than the baseline, which more, and which are not statistically
     distinguishable from it.
     """
@@ -119,13 +119,13 @@ def _of_setting(record: ComparisonRecord, setting: str | None) -> str:
 def report(record: ComparisonRecord, task: TaskReport) -> Report:
     """Verdict, laws, figures, the laws at each width, all models, how to repeat it."""
     header = facts(record) | {"training": "as many steps as each budget pays for"}
-    whole = table(record)
+    whole = _table(record)
     return Report(
         title=f"Scaling laws of attention: {record.task}",
         question="Which attention reaches the same loss with less compute?",
         byline=byline(record),
         facts=header,
-        verdict=verdict(record),
+        verdict=_verdict(record),
         sections=(
             Section(heading="Results", table=whole),
             Section(heading="Figures", drawings=drawings(named(record, task.name_of), task)),

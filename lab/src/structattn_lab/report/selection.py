@@ -33,7 +33,7 @@ def _epochs(record: ComparisonRecord, row: Row) -> str:
     return f"{statistics.fmean(steps) * row.batch_size / windows:.1f}"
 
 
-def table(record: ComparisonRecord) -> Table:
+def _table(record: ComparisonRecord) -> Table:
     """A line for each method and group, the lowest of the trained ones marked."""
 
     def unknown(_: BaselineRow) -> str:
@@ -78,7 +78,7 @@ def _notes(record: ComparisonRecord) -> tuple[str, ...]:
     return tuple(words)
 
 
-def verdict(record: ComparisonRecord) -> str:
+def _verdict(record: ComparisonRecord) -> str:
     """For each group: the lowest, what is not statistically distinguishable from it, and whether a baseline
     is lower.
     """
@@ -148,7 +148,7 @@ def _differences(record: ComparisonRecord, choice: Choice) -> Table:
 
 def report(record: ComparisonRecord, task: TaskReport) -> Report:
     """Verdict, the chosen rows, figures, every setting, how to repeat it."""
-    chosen = table(record)
+    chosen = _table(record)
     sections = [
         Section(heading="Results", table=chosen),
         Section(heading="Figures", drawings=drawings(named(record, task.name_of), task)),
@@ -165,7 +165,7 @@ def report(record: ComparisonRecord, task: TaskReport) -> Report:
         question=record.question,
         byline=byline(record),
         facts=facts(record),
-        verdict=verdict(record),
+        verdict=_verdict(record),
         sections=sections,
         tables=(chosen,),
         origin=Origin.of(record),

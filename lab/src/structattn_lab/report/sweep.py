@@ -22,7 +22,7 @@ _MEANING = {
 }
 
 
-def ranked_trials(record: SweepRecord) -> list[Trial]:
+def _ranked_trials(record: SweepRecord) -> list[Trial]:
     """The trials that ran to their end, best first, then those that were stopped, the furthest first, then
     the others.
     """
@@ -36,7 +36,7 @@ def ranked_trials(record: SweepRecord) -> list[Trial]:
     return sorted(record.trials, key=place)
 
 
-def table(record: SweepRecord) -> Table:
+def _table(record: SweepRecord) -> Table:
     """A line for each trial, best first."""
     states = {trial.status for trial in record.trials}
     columns: list[tuple[str, Callable[[Trial], str]]] = [
@@ -52,19 +52,19 @@ def table(record: SweepRecord) -> Table:
         ("parameters", lambda trial: fmt_count(trial.num_params)),
     ]
     note = "; ".join(f"{name}: {words}" for name, words in _MEANING.items() if name in states)
-    return Table.of_columns(columns, ranked_trials(record), words=("status",), notes=(note,))
+    return Table.of_columns(columns, _ranked_trials(record), words=("status",), notes=(note,))
 
 
-def counts(record: SweepRecord) -> str:
+def _counts(record: SweepRecord) -> str:
     """How many trials ended how, in words."""
     states = [trial.status for trial in record.trials]
     return ", ".join(f"{states.count(name)} {name}" for name in _MEANING if name in states)
 
 
-def verdict(record: SweepRecord) -> str:
+def _verdict(record: SweepRecord) -> str:
     """What the best trial is, by how much, and what is not known."""
     best, trials = record.best, record.trials
-    head = f"{len(trials)} {'trial' if len(trials) == 1 else 'trials'}: {counts(record)}."
+    head = f"{len(trials)} {'trial' if len(trials) == 1 else 'trials'}: {_counts(record)}."
     if best is None:
         return f"{head} None ran to its end, so there is no best one."
     names = short_names(record)
@@ -97,7 +97,7 @@ def _edges(record: SweepRecord, best: BestTrial) -> list[str]:
 def report(record: SweepRecord) -> Report:
     """Verdict, command line of the best, figures, every trial, how to repeat it."""
     best = record.best
-    whole = table(record)
+    whole = _table(record)
     sections = []
     if best is not None:
         scores = [[name, f"{value:.6g}"] for name, value in best.test.items()]
@@ -119,7 +119,7 @@ def report(record: SweepRecord) -> Report:
             fmt_date(record.created),
             f"{fmt_seconds(record.seconds)} seconds of training",
         ),
-        verdict=verdict(record),
+        verdict=_verdict(record),
         sections=sections,
         tables=(replace(whole, lines=whole.lines[:_SHOWN], notes=more),),
         origin=Origin.of(record),

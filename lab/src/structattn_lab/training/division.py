@@ -21,7 +21,7 @@ from structattn_lab.tasks.base import Task
 
 
 @dataclass(frozen=True, kw_only=True)
-class Division:
+class BatchDivision:
     """What this process has of every batch.
 
     Attributes:
@@ -43,7 +43,9 @@ class Division:
         return 1 if self.context is None else self.context.size()
 
 
-def division_of(config: TrainingConfig, index: int, count: int, device: torch.device, timeout: timedelta) -> Division:
+def division_of(
+    config: TrainingConfig, index: int, count: int, device: torch.device, timeout: timedelta
+) -> BatchDivision:
     """The division of a run; all processes call it together.
 
     Args:
@@ -69,9 +71,9 @@ def division_of(config: TrainingConfig, index: int, count: int, device: torch.de
             f"{num_parts}"
         )
     if size == 1:
-        return Division(num_parts=num_parts, part=index)
+        return BatchDivision(num_parts=num_parts, part=index)
     group, _ = torch.distributed.new_subgroups(group_size=size, timeout=timeout)
-    return Division(num_parts=num_parts, part=index // size, context=DeviceMesh.from_group(group, device.type))
+    return BatchDivision(num_parts=num_parts, part=index // size, context=DeviceMesh.from_group(group, device.type))
 
 
 def check_same(identity: dict[str, Any], config: TrainingConfig, count: int, device: torch.device) -> None:

@@ -15,12 +15,11 @@ from torch import Tensor
 from structattn.errors import CheckpointError
 from structattn.files import read_signed, signed, write_atomic
 from structattn.typed_records import read_as
+from structattn_lab.old_formats import UNSIGNED_RUN
 from structattn_lab.records.run import Progress, RunRecord, read_run, without_state
 from structattn_lab.training.checkpoint import load_latest
 
 RECORD, WEIGHTS = "run.json", "model.safetensors"
-# Version 0.1.0 did not sign its records and kept the progress in the last checkpoint only.
-_UNSIGNED = ("task", "data", "spec", "seed", "config", "task_config", "record", "model_sha256")
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ def read_record(folder: Path) -> RunRecord:
     """
     if not is_finished(folder):
         raise CheckpointError(f"{folder} holds no finished run: {_why_not_finished(folder)}")
-    return read_run(read_signed(folder / RECORD, _UNSIGNED), str(folder / RECORD))
+    return read_run(read_signed(folder / RECORD, UNSIGNED_RUN), str(folder / RECORD))
 
 
 def progress_of(record: RunRecord, folder: Path) -> Progress | None:

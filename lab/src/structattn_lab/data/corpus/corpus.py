@@ -43,7 +43,7 @@ class Windows:
     documents: Tensor
 
 
-class Tokens:
+class SplitTokens:
     """The tokens of a split, documents concatenated, in one or more arrays that are not copied.
 
     Args:
@@ -93,7 +93,7 @@ class Corpus:
     Attributes:
         manifest: contents of ``manifest.json``: tokenizer, source, counts, and the files with their hashes.
         tokenizer: of the tokens.
-        splits: ``Tokens`` by name.
+        splits: ``SplitTokens`` by name.
 
     Raises:
         DataError: not a corpus, one of a newer format, or with a file of another size than written.
@@ -118,7 +118,7 @@ class Corpus:
             self._type = np.dtype(self.manifest["dtype"])
             if self._type.kind != "u":
                 raise ValueError(f"tokens of type {self.manifest['dtype']!r}")
-            self.splits: dict[str, Tokens] = {name: self._open(name) for name in SPLITS}
+            self.splits: dict[str, SplitTokens] = {name: self._open(name) for name in SPLITS}
         except DataError:
             raise
         except (KeyError, AttributeError, TypeError, ValueError) as error:
@@ -135,7 +135,7 @@ class Corpus:
         content = {name: self.manifest[name] for name in ("tokenizer", "dtype", "splits")}
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
-    def _open(self, split: DataSplit) -> Tokens:
+    def _open(self, split: DataSplit) -> SplitTokens:
         arrays: list[npt.NDArray[Any]] = []
         lengths: list[npt.NDArray[Any]] = []
         for shard in self.manifest["splits"][split]["shards"]:
@@ -152,7 +152,7 @@ class Corpus:
                 raise DataError(
                     f"{path}: expected lengths of {shard['tokens']:,} tokens in all, got {total:,}. {_HINT}"
                 )
-        return Tokens(arrays, np.concatenate(lengths) if lengths else np.zeros(0, LENGTH_TYPE))
+        return SplitTokens(arrays, np.concatenate(lengths) if lengths else np.zeros(0, LENGTH_TYPE))
 
     def _checked(self, name: str, size: int) -> Path:
         if Path(name).name != name:

@@ -8,7 +8,6 @@ from importlib import import_module
 from typing import Any
 
 from structattn_lab.records.comparison import ComparisonRecord, Row
-from structattn_lab.report.cache_map import bytes_per_token, cached_rows
 from structattn_lab.report.numbers import finite
 from structattn_lab.report.plot import (
     GREY,
@@ -22,11 +21,26 @@ from structattn_lab.report.plot import (
 from structattn_lab.report.rows import by_variant
 
 _LEVEL = 0.95
+_CACHE_ITEM_BYTES = 2  # bf16
+
+
+def _cached_rows(record: ComparisonRecord) -> list[Row]:
+    """The rows with a known cache; none where all caches are equally large, so that there is nothing to
+    map.
+    """
+    rows = [row for row in record.rows if row.cache_numbers is not None]
+    return rows if len({row.cache_numbers for row in rows}) > 1 else []
+
+
+def bytes_per_token(record: ComparisonRecord, row: Row) -> float:
+    """The cache of one sequence at the context length, of all layers in bf16, over its tokens."""
+    assert row.cache_numbers is not None
+    return float(_CACHE_ITEM_BYTES * row.cache_numbers / record.config["task"]["context_length"])
 
 
 def by_cache(record: ComparisonRecord, metrics: Sequence[str] = ()) -> Drawing | None:
     """The score and further metrics against the bytes of the cache per token, with the frontier of each."""
-    if not any(cached_rows(part) for part in by_variant(record).values()):
+    if not any(_cached_rows(part) for part in by_variant(record).values()):
         return None
     caption = "Quality against the size of the cache"
     return _panels(record, metrics, lambda row: bytes_per_token(record, row), "cache bytes per token", caption)
@@ -34,7 +48,7 @@ def by_cache(record: ComparisonRecord, metrics: Sequence[str] = ()) -> Drawing |
 
 def by_decode_time(record: ComparisonRecord, metrics: Sequence[str] = ()) -> Drawing | None:
     """The same against the time of a decoding step."""
-    if not any(cached_rows(part) for part in by_variant(record).values()):
+    if not any(_cached_rows(part) for part in by_variant(record).values()):
         return None
     caption = "Quality against the time of a decoding step"
     return _panels(record, metrics, lambda row: row.details.get("decode_ms"), "ms per decoded token", caption)
@@ -56,7 +70,7 @@ def _panels(
         is_score = metric == record.metric
         points = [
             (cost, value, _half_interval(row, metric), row.spec)
-            for row in cached_rows(part)
+            for row in _cached_rows(part)
             if (cost := cost_of(row)) is not None and (value := finite(row.metrics.get(metric))) is not None
         ]
         for cost, value, half, spec in points:

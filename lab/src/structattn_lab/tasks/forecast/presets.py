@@ -23,9 +23,8 @@ _TRAINING = TrainingConfig(
     patience=5,
     checkpoint_every=160,
 )
-_MODEL = ForecastConfig(embed_dim=32, num_heads=2, dropout=0.3)
 _DEMO = Recipe(
-    task=_MODEL,
+    task=ForecastConfig(embed_dim=32, num_heads=2, dropout=0.3),
     training=_TRAINING,
     attention=("standard", "mlr:8|4|2|2", "window:8", "bilinear-btt:1+mlr:16|8|4|4"),
     seeds=3,
@@ -41,13 +40,12 @@ def _look_backs(numbers: tuple[int, ...]) -> tuple[str, ...]:
 
 
 # An epoch of ETTh1 is about 128 steps; as is customary, every method may take 10 and stops 3 after its best.
-_ETT = Recipe(
-    task=_MODEL,
+_ETT = replace(
+    _DEMO,
     training=replace(
         _TRAINING, steps=1280, batch_size=64, warmup_steps=64, eval_every=128, checkpoint_every=512, patience=3
     ),
-    attention=("standard", "mlr:8|4|2|2", "window:8", "bilinear-btt:1+mlr:16|8|4|4", *_BASELINE_MODELS),
-    seeds=3,
+    attention=(*_DEMO.attention, *_BASELINE_MODELS),
     learning_rates=(2e-4, 1e-3, 5e-3),
     variants=(
         *(f"one column, h = {horizon}: task.horizon={horizon}" for horizon in _HORIZONS),
@@ -57,7 +55,7 @@ _ETT = Recipe(
 )
 _SHORT = replace(
     _ETT,
-    attention=("standard", "mlr:8|4|2|2", *_BASELINE_MODELS),
+    attention=(*_DEMO.attention[:2], *_BASELINE_MODELS),
     variants=tuple(f"h = {horizon}: task.horizon={horizon}" for horizon in (96, 336)),
     search=_look_backs((96, 336, 1024)),
 )

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from structattn_lab.records.comparison import ComparisonRecord
-from structattn_lab.report.cache_map import cache_table
-from structattn_lab.report.figures.cache_map import by_cache, by_decode_time
+from structattn_lab.report import cache_map
 from structattn_lab.report.figures.octaves import FROM_MARK, octave_panels
 from structattn_lab.report.plot import DASHES, GREY, Drawing
 
@@ -34,11 +31,10 @@ def loss_by_distance(record: ComparisonRecord) -> Drawing | None:
     )
 
 
-_RANGES = ("accuracy_near", "accuracy_middle", "accuracy_far")
+_MAP = cache_map.report(metrics=("accuracy_near", "accuracy_middle", "accuracy_far"))
 FIGURES = {
-    "cache": partial(by_cache, metrics=_RANGES),
-    "decode-time": partial(by_decode_time, metrics=_RANGES),
+    **_MAP.figures,
     "accuracy-by-distance": accuracy_by_distance,
     "loss-by-distance": loss_by_distance,
 }
-TABLES = {"cache": partial(cache_table, metrics=_RANGES)}
+TABLES = _MAP.tables

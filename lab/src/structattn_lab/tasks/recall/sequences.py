@@ -79,7 +79,7 @@ class Vocabulary:
 
 
 @dataclass(frozen=True)
-class Kind(ABC):
+class Arrangement(ABC):
     """How pairs and queries are placed in sequences of T tokens and the one after them.
 
     Attributes:
@@ -108,7 +108,7 @@ class Kind(ABC):
         tokens.scatter_(1, positions, keys).scatter_(1, positions + 1, values)
 
 
-class Associative(Kind):
+class Associative(Arrangement):
     """N pairs and their queries at random positions, which do not overlap.
 
     A distance is drawn, then one of the positions where it has room; where it has none, another distance is
@@ -147,11 +147,11 @@ class Joined(Associative):
     has_joined_pairs = True
 
     def write(self, tokens: Tensor, positions: Tensor, keys: Tensor, values: Tensor, words: Vocabulary) -> None:
-        """See ``Kind``."""
+        """See ``Arrangement``."""
         tokens.scatter_(1, positions + 1, words.pair(keys, values))
 
 
-class Passkey(Kind):
+class Passkey(Arrangement):
     """One pair, whose query is the last token of the context."""
 
     def place(self, count: int, rng: Generator) -> Placement:
@@ -159,7 +159,7 @@ class Passkey(Kind):
         return Placement(self.longest - distances, distances)
 
 
-def draw_tokens(kind: Kind, words: Vocabulary, count: int, rng: Generator) -> tuple[Tensor, Placement]:
+def draw_tokens(kind: Arrangement, words: Vocabulary, count: int, rng: Generator) -> tuple[Tensor, Placement]:
     """Sequences (count, T + 1) and where their pairs and queries are: random fillers, different keys, and any
     values.
     """

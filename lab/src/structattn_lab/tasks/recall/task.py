@@ -21,7 +21,7 @@ from structattn.parallel.shard import SequenceShard
 from structattn.seeds import generator
 from structattn_lab.tasks.base import Baseline, Batch, Split, Task, check_sizes_of, on_device_of
 from structattn_lab.tasks.octaves import by_octave, octaves
-from structattn_lab.tasks.recall.sequences import Associative, Joined, Kind, Passkey, Vocabulary, draw_tokens
+from structattn_lab.tasks.recall.sequences import Arrangement, Associative, Joined, Passkey, Vocabulary, draw_tokens
 
 # Sequences of an evaluation that are drawn, and given to the model, at a time: another number would give
 # other sequences.
@@ -30,7 +30,7 @@ _TOKENS_PER_PAIR = 6  # of the context, at least: see ``Associative``
 _SHORTEST = 8  # tokens of context for which near, middle and far differ
 _RANGES = ("near", "middle", "far")
 
-KINDS: dict[str, Callable[[RecallConfig], Kind]] = {
+KINDS: dict[str, Callable[[RecallConfig], Arrangement]] = {
     "associative": lambda config: Associative(config.context_length, config.num_pairs, config.num_keys),
     "joined": lambda config: Joined(config.context_length, config.num_pairs, config.num_keys),
     "passkey": lambda config: Passkey(config.context_length, num_pairs=1, num_keys=1),
@@ -97,7 +97,7 @@ class RecallConfig:
             )
         self.rotary_value()
 
-    def sequences(self) -> Kind:
+    def sequences(self) -> Arrangement:
         """How pairs and queries are placed."""
         return KINDS[self.kind](self)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from structattn_lab.report.cache_map import cache_table
-from structattn_lab.report.figures.cache_map import by_cache, by_decode_time
+from structattn_lab.report import cache_map
 from structattn_lab.report.figures.octaves import attention_by_distance, loss_by_position
 
+_MAP = cache_map.report()
 FIGURES = {
-    "cache": by_cache,
-    "decode-time": by_decode_time,
+    **_MAP.figures,
     "loss-by-position": loss_by_position,
     "attention-by-distance": attention_by_distance,
 }
-TABLES = {"cache": cache_table}
+TABLES = _MAP.tables

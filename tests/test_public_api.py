@@ -15,6 +15,7 @@ def test_public_names() -> None:
         "AttentionSpec",
         "DecoderPrograms",
         "GlobalWindowLayout",
+        "HeadLayouts",
         "LanguageModel",
         "LayerCaches",
         "LevelCache",

@@ -292,6 +292,12 @@ TABLE = {
         {"ranks": (4, 4), "window": 3},
         {"ranks": (None, *INTS, (4,), (4, 4, 4)), "window": (None, *SIZE), "scaling": (None, *NAME, "paper")},
     ),
+    "HeadLayouts": (
+        sa.HeadLayouts,
+        {"layouts": (None, BOTH)},
+        {"layouts": (None, "x", 3, (), (3,), (LEVELS, "mlr:4|4"), (LEVELS, sa.LevelLayout((4,), (8,))), (FREE, None))},
+    ),
+    "HeadLayouts.check_heads": (sa.HeadLayouts((None, BOTH)).check_heads, {"num_heads": 2}, {"num_heads": COUNT}),
     "GlobalWindowLayout.score_flops": (
         BOTH.score_flops,
         {"num_positions": 9},

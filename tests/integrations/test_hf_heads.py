@@ -8,7 +8,13 @@ import torch
 
 import structattn as sa
 from structattn.errors import ConfigError
-from structattn.integrations.transformers import level_cache, load_structurized, register_attention, structurize
+from structattn.integrations.transformers import (
+    calibrate,
+    level_cache,
+    load_structurized,
+    register_attention,
+    structurize,
+)
 from structattn.testing.tolerances import assert_close
 
 MIXED = "heads:standard/window:9,sink_tokens=3/mlr:4|4@32|8,scaling=standard/window:6"
@@ -88,3 +94,26 @@ def test_what_cannot_be_is_refused() -> None:
         structurize(llama(), "heads:bilinear-btt:1*4")
     with pytest.raises(ConfigError, match="a spec for each key head fits one model"):
         register_attention(MIXED)
+
+
+@torch.no_grad()
+def test_heads_have_calibrated_orders_of_their_own() -> None:
+    plain, tokens = llama(), ids()
+    calibration = calibrate(plain, [tokens])
+    options = {"rotary_split": "calibrated", "calibration": calibration}
+    levels = "mlr:4|4@32|8,scaling=standard"
+    all_heads = structurize(copy.deepcopy(plain), levels, **options)
+    by_heads = structurize(copy.deepcopy(plain), f"heads:{levels}*4", **options)
+    assert torch.equal(by_heads(tokens).logits, all_heads(tokens).logits)
+    mixed = structurize(copy.deepcopy(plain), f"heads:standard*2/{levels}*2", **options)
+    orders, same = (model.config.structattn["pair_orders"][0] for model in (mixed, all_heads))
+    assert orders == ["0 1 2 3", "0 1 2 3", *same[2:]]
+    assert sorted(map(int, same[3].split())) == [0, 1, 2, 3]
+    assert_close(structurize(copy.deepcopy(plain), "heads:standard*4", **options)(tokens).logits, plain(tokens).logits)
+    cache = level_cache(mixed)
+    parts = [mixed(tokens[:, a:b], past_key_values=cache).logits for a, b in ((0, 30), (30, 31), (31, 50))]
+    assert_close(torch.cat(parts, dim=1), mixed(tokens, use_cache=False).logits)
+    with pytest.raises(ConfigError, match="scaling=standard for each head with levels"):
+        structurize(copy.deepcopy(plain), "heads:standard*2/mlr:4|4*2", **options)
+    with pytest.raises(ConfigError, match="the basis of single heads cannot be calibrated"):
+        structurize(copy.deepcopy(plain), f"heads:standard*2/{levels},values=4|4*2", **options)

@@ -99,11 +99,19 @@ def _orders_of_heads(
     layout: HeadLayouts, split: RotarySplit | tuple[tuple[int, ...], ...], rotation: Rotation
 ) -> tuple[tuple[int, ...], ...]:
     """The order of the dimensions of each key head; empty where all stay where they are."""
-    if isinstance(split, tuple) or layout.head_dim is None:
+    if layout.head_dim is None:
         return ()
     ranks = [(layout.head_dim,) if of_head is None else of_head.ranks for of_head in layout.layouts]
     if all(len(of_head) == 1 for of_head in ranks):
         return ()
+    if isinstance(split, tuple):
+        layout.check_heads(len(split))
+        return tuple(
+            tuple(range(layout.head_dim))
+            if len(of_head) == 1
+            else dimensions_of(_cut(pairs, even_ranks(of_head)), rotation, layout.head_dim)
+            for of_head, pairs in zip(ranks, split, strict=True)
+        )
     return tuple(dimension_order(of_head, split, rotation) for of_head in ranks)
 
 

@@ -11,7 +11,8 @@ from structattn.checks import check_choice, quoted
 from structattn.errors import ConfigError
 from structattn.integrations.transformers.calibration.splits import CALIBRATED_SPLITS
 from structattn.layers.rotary_order import ROTARY_SPLITS, check_split
-from structattn.layout.heads import HeadLayouts
+from structattn.layout.heads import groups_of
+from structattn.layout.text import TextLayout
 from structattn.spec.attention import parse_spec
 
 
@@ -38,17 +39,13 @@ def read_pair_orders(
         raise ConfigError(f"{name} needs a list of texts or null for each of {len(specs)} layers, got {quoted(entry)}")
     orders: list[tuple[tuple[int, ...], ...] | None] = []
     for layer, (texts, spec, rotation) in enumerate(zip(entry, specs, rotations, strict=True)):
-        value = None if spec is None else parse_spec(spec)
-        layout = None if value is None or value.heads is not None else value.layout_for(length, 1)
-        if (
-            layout is None
-            or isinstance(layout, HeadLayouts)
-            or len(layout.ranks) == 1
-            or (rotation is None and texts is None)
-        ):
+        layout = None if spec is None else parse_spec(spec).layout_for(length, 1)
+        groups = [] if layout is None or isinstance(layout, TextLayout) else groups_of(layout, 1)
+        with_levels = [group.layout for group in groups if group.layout is not None and len(group.layout.ranks) > 1]
+        if not with_levels or (rotation is None and texts is None):
             orders.append(None)
             continue
-        pairs = [str(pair) for pair in range(sum(layout.ranks) // (1 if rotation is None else 2))]
+        pairs = [str(pair) for pair in range(with_levels[0].head_dim // (1 if rotation is None else 2))]
         if not isinstance(texts, list | tuple) or not texts:
             raise ConfigError(
                 f"{name} needs an order of rotary pairs for each key head of layer {layer}, got {quoted(texts)}"

@@ -32,7 +32,7 @@ from structattn.integrations.transformers.structurize.pair_orders import check_a
 from structattn.integrations.transformers.variant import trained_spec
 from structattn.layers.checks import check_fits
 from structattn.layers.rotary_order import even_ranks
-from structattn.layout.heads import HeadLayouts
+from structattn.layout.heads import HeadLayouts, groups_of
 from structattn.layout.levels import LevelLayout
 from structattn.spec.attention import AttentionSpec, parse_spec
 from structattn.spec.layers import LayerSpecs
@@ -109,8 +109,6 @@ def structurize(
     specs = _spec_of_each_layer(spec, _chosen(layers, list(attention)), model.config.num_hidden_layers)
     layouts = {layer: layout for layer, text in enumerate(specs) if (layout := _levels(text, length)) is not None}
 
-    if calibration is not None and any(text is not None and text.startswith("heads:") for text in specs):
-        raise ConfigError("a calibration is of layers with one layout: leave it out where heads have their own specs")
     config = _config_with_record(model.config, attention, specs, length, split)
     if storage is not None:
         check_type("storage", storage, Storage, "a Storage, such as sa.Storage(key_bits=4), or None")
@@ -119,7 +117,9 @@ def structurize(
         _add_calibration(config, split, calibration, layouts)
     record = _checked_record(config, attention)
 
-    bases = None if calibration is None else Absorption(model, list(attention.values()), calibration, layouts)
+    bases = None
+    if calibration is not None:
+        bases = Absorption(model, list(attention.values()), calibration, _for_bases(layouts, config))
     _install(model, attention, config, record)
     if bases is not None:
         bases.write()
@@ -211,7 +211,9 @@ def _config_with_record(
     return config
 
 
-def _add_calibration(config: Any, split: str, calibration: Calibration, layouts: Mapping[int, LevelLayout]) -> None:
+def _add_calibration(
+    config: Any, split: str, calibration: Calibration, layouts: Mapping[int, LevelLayout | HeadLayouts]
+) -> None:
     """Adds the calibrated orders of rotary pairs to a config.
 
     Raises:
@@ -220,12 +222,16 @@ def _add_calibration(config: Any, split: str, calibration: Calibration, layouts:
     specs, rotations = config.structattn["specs"], config.structattn["rotations"]
     order = CALIBRATED_SPLITS.get(split)
     for number, layout in layouts.items():
-        if (order is not None or rotations[number] is None) and layout.scaling != "standard":
-            raise ConfigError(
-                "calibrated keys keep the scale of the trained scores at every distance, and the spec of layer "
-                f"{number} has scaling={layout.scaling}: write "
-                f"{specs[number].replace(f',scaling={layout.scaling}', '')},scaling=standard"
-            )
+        for scaling in {of_heads.scaling for of_heads in _with_levels(layout)} - {"standard"}:
+            if order is not None or rotations[number] is None:
+                written = specs[number].replace(f",scaling={scaling}", "")
+                remedy = f"write {written},scaling=standard"
+                if isinstance(layout, HeadLayouts):
+                    remedy = "write scaling=standard for each head with levels"
+                raise ConfigError(
+                    "calibrated keys keep the scale of the trained scores at every distance, and the spec of layer "
+                    f"{number} has scaling={scaling}: {remedy}"
+                )
     if order is not None:
         config.structattn["pair_orders"] = _pair_orders(order, calibration, layouts, config.num_hidden_layers)
 
@@ -259,15 +265,34 @@ def _install(
             module.config = config
 
 
-def _levels(spec: str | None, length: int) -> LevelLayout | None:
-    """The layout of a spec with several levels."""
-    value = None if spec is None else parse_spec(spec)
-    layout = None if value is None or value.heads is not None else value.layout_for(length, 1)
-    return layout if isinstance(layout, LevelLayout) and layout.num_levels > 1 else None
+def _levels(spec: str | None, length: int) -> LevelLayout | HeadLayouts | None:
+    """The layout of a spec with several levels, of all heads or of some."""
+    layout = None if spec is None else parse_spec(spec).layout_for(length, 1)
+    return layout if isinstance(layout, LevelLayout | HeadLayouts) and _with_levels(layout) else None
+
+
+def _with_levels(layout: LevelLayout | HeadLayouts) -> list[LevelLayout]:
+    """The layouts with several levels, of all heads or of some."""
+    layouts = [group.layout for group in groups_of(layout, 1)]
+    return [x for x in layouts if isinstance(x, LevelLayout) and x.num_levels > 1]
+
+
+def _for_bases(layouts: Mapping[int, LevelLayout | HeadLayouts], config: Any) -> dict[int, LevelLayout]:
+    """The layouts that a basis is found for; raises ``ConfigError`` where single heads would need one."""
+    rotations = config.structattn["rotations"]
+    for number, layout in layouts.items():
+        if isinstance(layout, HeadLayouts) and (
+            rotations[number] is None or any(x.value_ranks is not None for x in _with_levels(layout))
+        ):
+            raise ConfigError(
+                f"the basis of single heads cannot be calibrated: give the heads of layer {number} no values=, in a "
+                "model with rotary positions, or leave the calibration out"
+            )
+    return {number: layout for number, layout in layouts.items() if isinstance(layout, LevelLayout)}
 
 
 def _pair_orders(
-    order: PairOrder, calibration: Calibration, layouts: Mapping[int, LevelLayout], count: int
+    order: PairOrder, calibration: Calibration, layouts: Mapping[int, LevelLayout | HeadLayouts], count: int
 ) -> list[list[str] | None]:
     """The orders of rotary pairs of each layer, as texts; layers that share keys have one."""
     orders: list[list[str] | None] = [None] * count
@@ -275,12 +300,20 @@ def _pair_orders(
         number = layer.shape.index
         if layer.has_key_basis or number not in layouts:
             continue
+        layout = layouts[number]
         if layer.rotation is not None:
-            even_ranks(layouts[number].ranks)
-        check_fits(layouts[number], layer.shape.head_dim, layer.shape.value_dim)
+            for with_levels in _with_levels(layout):
+                even_ranks(with_levels.ranks)
+        check_fits(layout, layer.shape.head_dim, layer.shape.value_dim)
         source = number if layer.shape.keys_of is None else layer.shape.keys_of
         sharing = [other for other in calibration.layers if source in (other.shape.index, other.shape.keys_of)]
-        orders[number] = [" ".join(map(str, head)) for head in order(calibration, sharing, layouts[number])]
+        natural = list(range(layer.shape.head_dim // 2))
+        pairs = [natural] * layer.shape.num_kv_heads
+        for of_heads, heads in groups_of(layout, layer.shape.num_kv_heads):
+            if isinstance(of_heads, LevelLayout) and of_heads.num_levels > 1:
+                found = order(calibration, sharing, of_heads)
+                pairs = [found[head] if head in heads else pairs[head] for head in range(len(pairs))]
+        orders[number] = [" ".join(map(str, head)) for head in pairs]
     return orders
 
 

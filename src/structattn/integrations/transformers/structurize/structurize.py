@@ -307,12 +307,16 @@ def _pair_orders(
         check_fits(layout, layer.shape.head_dim, layer.shape.value_dim)
         source = number if layer.shape.keys_of is None else layer.shape.keys_of
         sharing = [other for other in calibration.layers if source in (other.shape.index, other.shape.keys_of)]
-        natural = list(range(layer.shape.head_dim // 2))
-        pairs = [natural] * layer.shape.num_kv_heads
-        for of_heads, heads in groups_of(layout, layer.shape.num_kv_heads):
-            if isinstance(of_heads, LevelLayout) and of_heads.num_levels > 1:
-                found = order(calibration, sharing, of_heads)
-                pairs = [found[head] if head in heads else pairs[head] for head in range(len(pairs))]
+        if isinstance(layout, LevelLayout):
+            pairs = order(calibration, sharing, layout)
+        else:
+            pairs = [list(range(layer.shape.head_dim // 2))] * layout.num_heads
+            for of_heads in _with_levels(layout):
+                calibrated = order(calibration, sharing, of_heads)
+                pairs = [
+                    of_head if each == of_heads else kept
+                    for each, of_head, kept in zip(layout.layouts, calibrated, pairs, strict=True)
+                ]
         orders[number] = [" ".join(map(str, head)) for head in pairs]
     return orders
 

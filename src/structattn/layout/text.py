@@ -25,9 +25,13 @@ Unit = Literal["paragraph", "line", "word"]
 UNITS: tuple[Unit, ...] = get_args(Unit)  # from the largest to the smallest
 
 # What is marked of the text of a token.
-_HAS_NEWLINE, _HAS_EMPTY_LINE, _BEGINS_NEWLINE, _ENDS_NEWLINE, _BEGINS_SPACE, _ENDS_SPACE, _IS_SPACE = (
-    1 << bit for bit in range(7)
-)
+_HAS_NEWLINE = 1 << 0
+_HAS_EMPTY_LINE = 1 << 1
+_BEGINS_NEWLINE = 1 << 2
+_ENDS_NEWLINE = 1 << 3
+_BEGINS_SPACE = 1 << 4
+_ENDS_SPACE = 1 << 5
+_IS_SPACE = 1 << 6
 
 
 @dataclass(frozen=True)

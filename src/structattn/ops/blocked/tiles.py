@@ -26,7 +26,8 @@ LOG2_E = math.log2(math.e)
 # A bound of |score| in units of log 2: 2^80 times any length is far from the end of float32, and so is 2^-80.
 _SMALL = 80.0
 # How far, in powers of 2, sums and single products stay from the ends of the exponents of their dtype.
-_ROOM_ABOVE, _ROOM_BELOW = 8, 28
+_ROOM_ABOVE = 8
+_ROOM_BELOW = 28
 
 
 class Tile(ABC):

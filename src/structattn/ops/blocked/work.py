@@ -20,7 +20,9 @@ _TILES = (16, 32, 64, 128)
 _DEVICE_TILE = 32  # on other devices nothing was measured
 # Operations of a call, of a block, and of each further number of levels in a block: forward passes of 16 to
 # 512 positions, one core of an Intel Xeon.
-_CALL, _BLOCK, _LEVEL = 40, 32, 6
+_CALL = 40
+_BLOCK = 32
+_LEVEL = 6
 
 
 def geometry(

@@ -20,16 +20,17 @@ import torch
 
 _FOLDER = Path(__file__).parent
 SOURCE = _FOLDER / "attention.cpp"
-_UNFINISHED, _LONGEST_S = (
-    ".tmp-native-",
-    3600.0,
-)  # names of folders in which a build is made, and the longest time of one
+# How the names of folders begin in which a build is made.
+_UNFINISHED = ".tmp-native-"
+# The longest time of a build.
+_LONGEST_S = 3600.0
 _OPTIMIZED = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-std=c++20", "-fPIC", "-shared")
 # The vector instructions that PyTorch itself uses here, by its name for them: a cache that several machines
 # share has a library for each.
 INSTRUCTIONS = {
     "AVX2": ("-mavx2", "-mfma", "-mf16c", "-DCPU_CAPABILITY=AVX2", "-DCPU_CAPABILITY_AVX2"),
-    "AVX512": (  # without -DCPU_CAPABILITY_AVX2: the headers would define reductions twice
+    # Without -DCPU_CAPABILITY_AVX2: the headers would define reductions twice.
+    "AVX512": (
         *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"),
         *("-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512"),
     ),

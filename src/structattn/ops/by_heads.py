@@ -39,11 +39,11 @@ def select_heads(x: Tensor, heads: tuple[int, ...], dim: int = 1) -> Tensor:
 def _index(heads: tuple[int, ...], device: torch.device) -> Tensor:
     if torch.compiler.is_compiling():  # a compiled program cannot keep objects for later calls
         return torch.tensor(heads, device=device)
-    return _kept_index(heads, device)
+    return _cached_index(heads, device)
 
 
 @lru_cache(maxsize=256)
-def _kept_index(heads: tuple[int, ...], device: torch.device) -> Tensor:
+def _cached_index(heads: tuple[int, ...], device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return torch.tensor(heads, device=device)
 

@@ -29,7 +29,7 @@ def definition(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Ten
     if call.seed is not None:
         keys = key_positions(k[:, :1])  # the same for all heads
         dropout = Dropout(p=call.dropout_p, seed=call.seed, queries=query_positions(q), keys=keys)
-        dropped, keep_probability = dropout.dropped(), dropout.kept
+        dropped, keep_probability = dropout.dropped(), dropout.keep_probability
     with without_autocast(q):
         return reference.attention(q, k, v, call, dropped, keep_probability)
 

@@ -80,7 +80,7 @@ class Dropout:
         return min(round(self.p * 2**16), 2**16 - 1)
 
     @property
-    def kept(self) -> float:
+    def keep_probability(self) -> float:
         """The probability of keeping a weight: 1 - p to 16 bits."""
         return 1 - self._limit / 2**16
 

@@ -29,15 +29,15 @@ class Positions:
         keys: (1 or B, S) int64.
         query_rows, key_rows: the batch row, (B, 1), or packed sequence of each, (1, T) and (1, S); it selects
             the segments of a free partition.
-        same: bool (1 or B, T, S), the pairs that lie in one sequence and are not padding; ``None`` when that
-            is all. A query before the first key is no padding, with or without padding after it.
+        in_sequence: bool (1 or B, T, S), the pairs that lie in one sequence and are not padding; ``None``
+            when that is all. A query before the first key is no padding, with or without padding after it.
     """
 
     queries: Tensor
     keys: Tensor
     query_rows: Tensor
     key_rows: Tensor
-    same: Tensor | None
+    in_sequence: Tensor | None
 
     def distance(self) -> Tensor:
         """Query position minus key position, (1 or B, T, S) int64."""
@@ -86,15 +86,15 @@ def positions(
             keys=(key - of_keys[j])[None],
             query_rows=i[None],
             key_rows=j[None],
-            same=(i[:, None] == j[None, :])[None],
+            in_sequence=(i[:, None] == j[None, :])[None],
         )
     if left_padding is not None:
         padding = left_padding.to(device=device, dtype=torch.int64)[:, None]
         real = (queries < 0) | (queries >= padding)
         keys, queries = keys - padding, queries - padding
-        same = real[:, :, None] & (keys >= 0)[:, None, :]
-        return Positions(queries=queries, keys=keys, query_rows=rows, key_rows=rows, same=same)
-    return Positions(queries=queries, keys=keys, query_rows=rows, key_rows=rows, same=None)
+        in_sequence = real[:, :, None] & (keys >= 0)[:, None, :]
+        return Positions(queries=queries, keys=keys, query_rows=rows, key_rows=rows, in_sequence=in_sequence)
+    return Positions(queries=queries, keys=keys, query_rows=rows, key_rows=rows, in_sequence=None)
 
 
 def visible(position: Positions, is_causal: bool, window: int | None, sink_tokens: int = 0) -> Tensor | None:
@@ -102,9 +102,10 @@ def visible(position: Positions, is_causal: bool, window: int | None, sink_token
     no sink tokens.
     """
     if not is_causal and window is None:
-        return position.same
+        return position.in_sequence
     distance = position.distance()
-    mask = torch.ones_like(distance, dtype=torch.bool) if position.same is None else position.same.expand_as(distance)
+    in_sequence = position.in_sequence
+    mask = torch.ones_like(distance, dtype=torch.bool) if in_sequence is None else in_sequence.expand_as(distance)
     if is_causal:
         mask = mask & (distance >= 0)
     if window is not None:
@@ -192,7 +193,7 @@ def attention(
             keys=position.keys[:, j],
             query_rows=position.query_rows[:, i],
             key_rows=position.key_rows[:, j],
-            same=None,
+            in_sequence=None,
         )
         results.append(of(i, j, sequence_position))
     outs, lses = zip(*results, strict=True)

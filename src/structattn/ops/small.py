@@ -116,7 +116,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, None]:
         q.dtype,
         has_sinks,
     )
-    mask, levels = (_kept_tables if is_eager(q) else _tables)(*constants)
+    mask, levels = (_cached_tables if is_eager(q) else _tables)(*constants)
     if repeats > 1:  # the queries of a group are concatenated: one longer product for each
         q = q.unflatten(1, (groups, -1)).flatten(2, 3)
     # Heads in front of the batch, or after it: as the largest operand has them in memory.
@@ -218,7 +218,7 @@ def _with_column(table: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=32)  # of at most levels * 64 KiB in float32
-def _kept_tables(*constants: Any) -> tuple[Tensor | None, Levels | None]:
+def _cached_tables(*constants: Any) -> tuple[Tensor | None, Levels | None]:
     with torch.inference_mode(False), torch.no_grad():  # so that any later call may use them
         return _tables(*constants)
 

@@ -207,7 +207,7 @@ def forward(
                     is_dropped = dropped.of(chunk)
                     if is_dropped is not None:
                         scores.masked_fill_(is_dropped, 0.0)
-                    for n, dims in levels.value_parts:
+                    for n, dims in levels.value_slices:
                         if n:
                             scores.mul_(levels.tables(tile, rows, chunk.cols)[0][n - 1])
                         products[n] = product(scores, some_values[..., dims], products[n])
@@ -219,7 +219,7 @@ def forward(
     empty = total == 0
     out.div_(total.masked_fill_(empty, 1.0))
     if parameters.dropout is not None:
-        out.div_(parameters.dropout.kept)
+        out.div_(parameters.dropout.keep_probability)
     lse = total.log_()
     if offset is not None:
         lse.add_(offset, alpha=math.log(2))
@@ -257,7 +257,7 @@ def backward(
     # make NaN.
     offset = lse.masked_fill(lse == -torch.inf, torch.finfo(lse.dtype).max / 4)[..., None] * LOG2_E
     if parameters.dropout is not None:
-        grad_out = grad_out / parameters.dropout.kept  # of the weights that are kept
+        grad_out = grad_out / parameters.dropout.keep_probability  # of the weights that are kept
     weights, changes, slopes, spares = _Scratch(q), _Scratch(q), _Scratch(q), _Scratch(q)
     width = q.shape[-1] + v.shape[-1]
     levels_of_tiles = KnownLevels(parameters, q, v.shape[-1])
@@ -306,7 +306,7 @@ def backward(
                     weight.exp2_()
                     is_dropped = dropped.of(chunk)
                     kept_weight = weight if is_dropped is None else change.copy_(weight).masked_fill_(is_dropped, 0.0)
-                    for n, dims in levels.value_parts:
+                    for n, dims in levels.value_slices:
                         masked = torch.mul(kept_weight, masks[n - 1], out=spare) if n else kept_weight
                         value_products[n] = product(masked.mT, outward[:, rows, dims], value_products[n])
                     if is_dropped is None and spare is None:

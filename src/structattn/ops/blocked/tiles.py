@@ -256,7 +256,7 @@ class TileLevels:
     Attributes:
         features, values: the dimensions of keys and of values that all pairs have, then those of each deeper
             level; of values they may be none.
-        value_parts: those of the values that have dimensions, numbered as the levels.
+        value_slices: those of the values that have dimensions, numbered as the levels.
         rank, value_rank: the dimensions of keys and of values that any pair has.
         factor: of the queries, in natural units, for pairs that share the fewest levels.
         is_mixed: whether pairs share different numbers of levels.
@@ -267,7 +267,7 @@ class TileLevels:
         self._levels, self._like = levels, like
         self.features = _slices([parameters.rank(n) for n in levels])
         self.values = _slices([parameters.value_rank(n, value_dim) for n in levels])
-        self.value_parts = [(n, part) for n, part in enumerate(self.values) if part.start < part.stop]
+        self.value_slices = [(n, dims) for n, dims in enumerate(self.values) if dims.start < dims.stop]
         self.rank, self.value_rank = self.features[-1].stop, self.values[-1].stop
         self.factor = parameters.factor(levels[0], levels[-1], like)
         self.is_mixed = len(levels) > 1

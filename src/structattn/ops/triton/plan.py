@@ -119,7 +119,7 @@ def _subtiles(ends: tuple[int, ...], coarse: int) -> tuple[Subtile, ...]:
     return tuple(subtiles)
 
 
-def _used(subtiles: tuple[Subtile, ...], end: int) -> int:
+def _count_used(subtiles: tuple[Subtile, ...], end: int) -> int:
     return sum(subtile[3] == 0 and subtile[0] < end for subtile in subtiles)
 
 
@@ -172,7 +172,7 @@ def make_plan(
     if not sliced:
         value_ends *= len(levels)
     subtile_counts = [
-        (_used(key_subtiles, rank_ends[n]), _used(value_subtiles, value_ends[n])) for n in range(num_coarse)
+        (_count_used(key_subtiles, rank_ends[n]), _count_used(value_subtiles, value_ends[n])) for n in range(num_coarse)
     ]
     groups = []
     for counts, members in groupby(range(num_coarse), key=lambda n: subtile_counts[n]):

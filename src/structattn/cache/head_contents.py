@@ -13,7 +13,7 @@ from structattn.cache.storage import LevelStore
 from structattn.errors import CheckpointError, ShapeError
 from structattn.layout.heads import HeadGroup, HeadLayouts
 from structattn.ops import Backend
-from structattn.ops.by_heads import joined, query_heads, taken, terms_of
+from structattn.ops.by_heads import joined, query_heads, select_heads, terms_of
 from structattn.ops.terms import ScoreTerms
 
 _NUMBERED = "group "  # begins the names of tensors with quantized numbers
@@ -93,12 +93,18 @@ class HeadContents:
         per_key_head = q.shape[1] // self.heads
         for group, contents in self.parts:
             queries = query_heads(group.heads, per_key_head)
-            yield contents, queries, taken(q, queries), taken(k, group.heads), taken(v, group.heads)
+            yield (
+                contents,
+                queries,
+                select_heads(q, queries),
+                select_heads(k, group.heads),
+                select_heads(v, group.heads),
+            )
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """Adds tokens."""
         for group, contents in self.parts:
-            contents.append(taken(k, group.heads), taken(v, group.heads))
+            contents.append(select_heads(k, group.heads), select_heads(v, group.heads))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: ScoreTerms, backend: Backend) -> Tensor:
         """Appends new tokens and computes their attention."""
@@ -117,7 +123,7 @@ class HeadContents:
         length, outs = self.length, []
         try:
             for (group, contents), (_, _, query, key, value) in zip(self.parts, self._of_groups(q, k, v), strict=True):
-                of_group = order if order is None or len(order) == 1 else taken(order, group.heads, 0)
+                of_group = order if order is None or len(order) == 1 else select_heads(order, group.heads, 0)
                 out = contents.try_step(query, key, value, scale, of_group)
                 if out is None:
                     break
@@ -145,11 +151,15 @@ class HeadContents:
 
     def dense_keys(self, k: Tensor) -> Tensor:
         """All keys as a dense tensor, zero where nothing is kept, with the new ones at the end."""
-        return joined([contents.dense_keys(taken(k, group.heads)) for group, contents in self.parts], self.layout)
+        return joined(
+            [contents.dense_keys(select_heads(k, group.heads)) for group, contents in self.parts], self.layout
+        )
 
     def dense_values(self, v: Tensor) -> Tensor:
         """As ``dense_keys``, of the values."""
-        return joined([contents.dense_values(taken(v, group.heads)) for group, contents in self.parts], self.layout)
+        return joined(
+            [contents.dense_values(select_heads(v, group.heads)) for group, contents in self.parts], self.layout
+        )
 
     def set_mark(self) -> None:
         """Marks the point to which ``undo`` returns."""

@@ -31,6 +31,7 @@ from structattn.ops import Backend
 from structattn.ops.checks import autocasted
 from structattn.ops.terms import ScoreTerms
 
+# The options of a cache that it keeps.
 _OPTIONS = (
     "layout",
     "window",
@@ -40,8 +41,9 @@ _OPTIONS = (
     "latent",
     "text",
     "storage",
-)  # of what it keeps
-_SAVED = ("window", "chunk_size", "max_length", "page_size", "left_padding")  # options that a file holds
+)
+# Options that a file holds.
+_SAVED = ("window", "chunk_size", "max_length", "page_size", "left_padding")
 
 
 class LevelCache(OneLayerCache):

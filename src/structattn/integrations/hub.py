@@ -12,11 +12,8 @@ from structattn.extras import install_command
 _TIMEOUT = 5  # seconds
 # Arguments of from_pretrained that say where on the hub.
 WHERE = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
-_KNOWN_BY = (
-    "config.json",
-    "tokenizer_config.json",
-    "tokenizer.json",
-)  # one of them is in the cache of a model that was loaded
+# One of these files is in the cache of a model that was loaded.
+_KNOWN_BY = ("config.json", "tokenizer_config.json", "tokenizer.json")
 
 
 def check_source(source: str | Path, **options: Any) -> str | Path:

@@ -34,7 +34,8 @@ _DEFAULT_BASE = 10_000.0
 _MOST_DIMS = 2**20  # of a level: its frequencies are written out one by one
 # YaRN's bounds, in turns within the original length: below the first interpolated fully, above the second not
 # at all.
-_FEW_TURNS, _MANY_TURNS = 1.0, 32.0
+_FEW_TURNS = 1.0
+_MANY_TURNS = 32.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from structattn.layers.rotary import Rotary
 from structattn.layout.heads import HeadLayouts
-from structattn.ops.by_heads import joined, query_heads, taken
+from structattn.ops.by_heads import joined, query_heads, select_heads
 
 
 class HeadRotary(nn.Module):
@@ -30,7 +30,7 @@ class HeadRotary(nn.Module):
         """See ``RotaryEmbedding``; x has a multiple of the key heads."""
         per_key_head = x.shape[1] // self.layout.num_heads
         outs = [
-            rotate(taken(x, query_heads(heads, per_key_head)), positions)
+            rotate(select_heads(x, query_heads(heads, per_key_head)), positions)
             for rotate, (_, heads) in zip(self.groups, self.layout.groups, strict=True)
         ]
         return joined(outs, self.layout, per_key_head)

@@ -63,15 +63,15 @@ def checked_sharing(
     """How levels are shared, by block sizes, segments or windows, as the fields of a layout; or
     ``ConfigError`` unless by one of them.
     """
-    given = {name: x for name, x in (("boundaries", boundaries), ("windows", windows)) if x is not None}
-    if not given:
+    sharing = {name: x for name, x in (("boundaries", boundaries), ("windows", windows)) if x is not None}
+    if not sharing:
         sizes = positive_ints(block_sizes, "block_sizes", MAX_LENGTH)
         check_blocks(ranks, sizes)
         return {"block_sizes": sizes}
-    if len(given) > 1 or not isinstance(block_sizes, tuple | list) or block_sizes:
+    if len(sharing) > 1 or not isinstance(block_sizes, tuple | list) or block_sizes:
         raise ConfigError(
-            f"give one of block_sizes, boundaries and windows: with {' and '.join(given)} expected block_sizes () and "
-            f"nothing else, got block_sizes {describe(block_sizes)}"
+            f"give one of block_sizes, boundaries and windows: with {' and '.join(sharing)} expected block_sizes () "
+            f"and nothing else, got block_sizes {describe(block_sizes)}"
         )
     if windows is not None:
         return {"block_sizes": (), "windows": checked_windows(ranks, windows)}

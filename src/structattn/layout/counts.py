@@ -74,12 +74,16 @@ class LevelCounts(ABC):
             # Query p does not reach the first p - window + 1 tokens; `count` of them are sink tokens at most.
             far = max(0, num_positions - window)
             near = min(far, count)
-            before = near * (near + 1) // 2 + (far - near) * count
-            return before if is_causal else before + sum(range(max(0, count - window) + 1))
+            earlier_pairs = near * (near + 1) // 2 + (far - near) * count
+            return earlier_pairs if is_causal else earlier_pairs + sum(range(max(0, count - window) + 1))
         blocks = self._first_blocks(level, count, num_positions, row)
-        before = sum((end - start) * start for start, end in blocks)
-        before += count * (num_positions - max((end for _, end in blocks), default=num_positions))
-        return before if is_causal else before + sum((end - start) * max(0, count - end) for start, end in blocks)
+        earlier_pairs = sum((end - start) * start for start, end in blocks)
+        earlier_pairs += count * (num_positions - max((end for _, end in blocks), default=num_positions))
+        return (
+            earlier_pairs
+            if is_causal
+            else earlier_pairs + sum((end - start) * max(0, count - end) for start, end in blocks)
+        )
 
     def score_flops(self, num_positions: int, is_causal: bool = True, row: int = 0) -> int:
         """FLOPs of all the scores of one head over T positions, exactly: 2 * sum over levels of r_l * (pairs
@@ -125,8 +129,8 @@ class LevelCounts(ABC):
         else:
             levels = range(1, len(ranks) + 1)
             longest = [max(self._length_counts(level, num_positions, row), default=0) for level in levels]
-        kept = sum(rank * length for rank, length in zip(ranks, longest, strict=False))
-        return kept + sum(ranks) * min(num_positions, self.sink_tokens)
+        size = sum(rank * length for rank, length in zip(ranks, longest, strict=False))
+        return size + sum(ranks) * min(num_positions, self.sink_tokens)
 
     def communication_bytes(
         self,

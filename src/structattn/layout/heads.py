@@ -101,8 +101,8 @@ class HeadLayouts:
             )
 
     def __str__(self) -> str:
-        parts = [f"{len(heads)} x {layout}" for layout, heads in self.groups]
-        return f"HeadLayouts({', '.join(parts)})"
+        texts = [f"{len(heads)} x {layout}" for layout, heads in self.groups]
+        return f"HeadLayouts({', '.join(texts)})"
 
 
 AnyLayout = Layout | HeadLayouts

@@ -405,10 +405,10 @@ class LevelLayout(LevelCounts):
         """The first position and the one after the last of each block that begins before ``limit``, among
         ``num_positions``.
         """
-        found: list[tuple[int, int]] = []
-        while (start := found[-1][1] if found else 0) < limit:
-            found.append((start, min(self._block(level, start, row)[1], num_positions)))
-        return found
+        blocks: list[tuple[int, int]] = []
+        while (start := blocks[-1][1] if blocks else 0) < limit:
+            blocks.append((start, min(self._block(level, start, row)[1], num_positions)))
+        return blocks
 
     def _segment_starts(self, level: int, row: int = 0) -> tuple[int, ...]:
         """Where the segments of a level of a free partition start in a row."""

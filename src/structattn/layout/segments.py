@@ -55,8 +55,8 @@ def segment_of(starts: tuple[int, ...], position: int) -> tuple[int, int]:
     """The first position of the segment that holds a position, and the one after its last; the last segment
     has no end.
     """
-    after = bisect_right(starts, position)
-    return starts[after - 1], starts[after] if after < len(starts) else MAX_LENGTH
+    index = bisect_right(starts, position)
+    return starts[index - 1], starts[index] if index < len(starts) else MAX_LENGTH
 
 
 def segments_of(boundaries: Boundaries, level: int, positions: Tensor, rows: Tensor | int) -> Tensor:

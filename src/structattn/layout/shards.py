@@ -125,12 +125,12 @@ class Shards:
         it.
         """
         sequences = list(self.sequences(shard))
-        found: list[KeySpan] = []
+        spans: list[KeySpan] = []
         for batch, row in self.rows if sequences else ():
-            found += self._arriving(shard, *sequences[0], batch, row, is_before=True)
+            spans += self._arriving(shard, *sequences[0], batch, row, is_before=True)
             if not self.is_causal:
-                found += self._arriving(shard, *sequences[-1], batch, row, is_before=False)
-        return tuple(found)
+                spans += self._arriving(shard, *sequences[-1], batch, row, is_before=False)
+        return tuple(spans)
 
     def _arriving(
         self,
@@ -165,8 +165,8 @@ class Shards:
             yield self._span(shard, sequence, batch, row, levels[-1], sinks, (low, high))
         for level, (first, last) in spans:
             if first < last:
-                seen = max(low, shared(1, first)[0]), min(high, shared(1, last - 1)[1])
-                yield self._span(shard, sequence, batch, row, level, (first, last), seen)
+                queries = max(low, shared(1, first)[0]), min(high, shared(1, last - 1)[1])
+                yield self._span(shard, sequence, batch, row, level, (first, last), queries)
 
     def _span(
         self,
@@ -243,7 +243,7 @@ def communication_bytes(
     dtype: torch.dtype = torch.float32,
 ) -> CommunicationBytes:
     """See ``LevelLayout.communication_bytes``."""
-    held = checked_shards(num_positions, num_processes)
+    shard_lengths = checked_shards(num_positions, num_processes)
     check_choice("order", order, ORDERS)
     check_bool("is_causal", is_causal)
     if window is not None:
@@ -257,7 +257,7 @@ def communication_bytes(
     num_rows = batch_size if cu_seqlens is None else len(seqlens) - 1
     if layout.num_rows is not None and layout.num_rows != num_rows:
         raise ConfigError(f"the layout has boundaries for {layout.num_rows} rows, and the batch has {num_rows}")
-    lengths, holders = divided(held, order)
+    lengths, holders = divided(shard_lengths, order)
     shards = Shards(
         layout=layout,
         lengths=lengths,
@@ -267,11 +267,11 @@ def communication_bytes(
         is_causal=is_causal,
         window=window,
     )
-    keys, values = ([[0] * len(held) for _ in held] for _ in range(2))
+    keys, values = ([[0] * len(shard_lengths) for _ in shard_lengths] for _ in range(2))
     for shard, process in enumerate(holders):
         for span in shards.arriving(shard):
-            for other, start, stop in shards.owners(span):
-                if (owner := holders[other]) != process:
+            for owning_shard, start, stop in shards.owners(span):
+                if (owner := holders[owning_shard]) != process:
                     vectors = (span.batch[1] - span.batch[0]) * num_kv_heads * (stop - start) * dtype.itemsize
                     keys[owner][process] += vectors * sum(rank for rank, _ in dims[: span.level])
                     values[owner][process] += vectors * sum(rank for _, rank in dims[: span.level])
@@ -320,8 +320,8 @@ def checked_shards(num_positions: int, num_processes: int | Sequence[int]) -> tu
     check_size("num_positions", num_positions, MAX_LENGTH)
     if isinstance(num_processes, int) and not isinstance(num_processes, bool):
         check_size("num_processes", num_processes, MAX_LENGTH)
-        each, rest = divmod(num_positions, num_processes)
-        return tuple(each + (n < rest) for n in range(num_processes))
+        base_length, remainder = divmod(num_positions, num_processes)
+        return tuple(base_length + (n < remainder) for n in range(num_processes))
     if not isinstance(num_processes, Sequence) or isinstance(num_processes, str | bytes):
         raise ConfigError(f"num_processes must be an int, or the lengths of the shards, got {describe(num_processes)}")
     for number, length in enumerate(num_processes):

@@ -25,9 +25,13 @@ Unit = Literal["paragraph", "line", "word"]
 UNITS: tuple[Unit, ...] = get_args(Unit)  # from the largest to the smallest
 
 # What is marked of the text of a token.
-_HAS_NEWLINE, _HAS_EMPTY_LINE, _BEGINS_NEWLINE, _ENDS_NEWLINE, _BEGINS_SPACE, _ENDS_SPACE, _IS_SPACE = (
-    1 << bit for bit in range(7)
-)
+_HAS_NEWLINE = 1 << 0
+_HAS_EMPTY_LINE = 1 << 1
+_BEGINS_NEWLINE = 1 << 2
+_ENDS_NEWLINE = 1 << 3
+_BEGINS_SPACE = 1 << 4
+_ENDS_SPACE = 1 << 5
+_IS_SPACE = 1 << 6
 
 
 @dataclass(frozen=True)
@@ -126,8 +130,8 @@ class TextLayout:
             raise ConfigError(
                 f"the segments have no {missing[0]}: expected {', '.join(self.units)}, got {segments.units}"
             )
-        own = [segments.units.index(unit) for unit in self.units]
-        boundaries = [((0,), *(row[unit] for unit in own)) for row in segments.rows]
+        unit_indices = [segments.units.index(unit) for unit in self.units]
+        boundaries = [((0,), *(row[unit] for unit in unit_indices)) for row in segments.rows]
         if not boundaries:  # an empty batch
             return self.bound
         return self._with(boundaries)
@@ -229,9 +233,9 @@ class TextUnits:
             sequence = torch.bucketize(index, offsets[1:], right=True)
             position, count = index - offsets[sequence], len(offsets) - 1
         marks = torch.nn.functional.pad(self.marks_of(tokens), (2, 0))
-        found = _starts(marks, position, sequence, count, tuple(units))
+        unit_starts = _starts(marks, position, sequence, count, tuple(units))
         return Segments(
-            tuple(units), tuple(tuple(starts or (0,) for starts in row) for row in zip(*found, strict=True))
+            tuple(units), tuple(tuple(starts or (0,) for starts in row) for row in zip(*unit_starts, strict=True))
         )
 
 
@@ -263,28 +267,28 @@ def _starts(
         position: (B, T), in the sequence; negative in padding.
         sequence: (B, T), its number, not falling.
     """
-    own = marks[:, 2:]
+    token_marks = marks[:, 2:]
     # A sequence does not depend on what is before it.
     last = marks[:, 1:-1].where(position >= 1, 0)
-    before = marks[:, :-2].where(position >= 2, 0)
+    second_last = marks[:, :-2].where(position >= 2, 0)
     is_first = position == 0
     line = (last & _HAS_NEWLINE) != 0
-    found = []
+    unit_starts = []
     for unit in units:
         match unit:
             case "paragraph":
-                across = ((last & _BEGINS_NEWLINE) != 0) & ((before & _ENDS_NEWLINE) != 0)
+                across = ((last & _BEGINS_NEWLINE) != 0) & ((second_last & _ENDS_NEWLINE) != 0)
                 begins = ((last & _HAS_EMPTY_LINE) != 0) | across
             case "line":
                 begins = line
             case "word":
-                spaced = ((last & _ENDS_SPACE) != 0) | ((own & _BEGINS_SPACE) != 0)
-                begins = line | (spaced & ((own & _IS_SPACE) == 0))
+                spaced = ((last & _ENDS_SPACE) != 0) | ((token_marks & _BEGINS_SPACE) != 0)
+                begins = line | (spaced & ((token_marks & _IS_SPACE) == 0))
         begins = is_first | (begins & (position > 0))
         starts = iter(position[begins].tolist())
         counts = torch.bincount(sequence[begins], minlength=count).tolist()
-        found.append([tuple(next(starts) for _ in range(n)) for n in counts])
-    return found
+        unit_starts.append([tuple(next(starts) for _ in range(n)) for n in counts])
+    return unit_starts
 
 
 @dataclass(frozen=True)
@@ -317,7 +321,7 @@ class TextHistory:
         self._padding = None if left_padding is None else tuple(left_padding)
         self.marks: list[bytes] = []  # per row, once there are tokens
         self._current: list[tuple[int, ...]] = []
-        self._before: tuple[list[bytes], list[tuple[int, ...]]] = [], []
+        self._previous: tuple[list[bytes], list[tuple[int, ...]]] = [], []
 
     @property
     def length(self) -> int:
@@ -336,9 +340,9 @@ class TextHistory:
         Cost: that of the new tokens, however many there were before.
         """
         batch, count = tokens.shape
-        known = self.num_rows or batch
-        if known != batch:
-            raise ShapeError(f"the tokens need a row for each of the texts: expected {known}, got {batch}")
+        num_rows = self.num_rows or batch
+        if num_rows != batch:
+            raise ShapeError(f"the tokens need a row for each of the texts: expected {num_rows}, got {batch}")
         rows = self.marks or [b""] * batch
         current = self._current or [(0,) * len(self.units)] * batch
         new = self.table.marks_of(tokens)
@@ -348,30 +352,32 @@ class TextHistory:
             position = position - torch.tensor(self._padding, device="cpu")[:, None]
             new = new.where(position >= 0, 0)
         sequence = torch.arange(batch, device="cpu")[:, None].expand(-1, count)
-        found = _starts(torch.cat([last_two.view(batch, 2), new], dim=1), position, sequence, batch, self.units)
-        seen, ends = [], []
-        for row, before in enumerate(current):
+        new_starts = _starts(torch.cat([last_two.view(batch, 2), new], dim=1), position, sequence, batch, self.units)
+        visible_starts, ends = [], []
+        for row, current_starts in enumerate(current):
             # Older segments than the current ones are out of sight: they may be one.
             starts, levels = {0}, []
-            for start, begun in zip(before, (of_unit[row] for of_unit in found), strict=True):
+            for start, begun in zip(current_starts, (of_unit[row] for of_unit in new_starts), strict=True):
                 starts |= {start, *begun}
                 levels.append(tuple(sorted(starts)))
-            seen.append(tuple(levels))
-            ends.append(tuple((of_unit[row] or (start,))[-1] for start, of_unit in zip(before, found, strict=True)))
-        kept = (position >= 0).sum(1).tolist()
-        marks = tuple(bytes(row[count - n :]) for row, n in zip(new.tolist(), kept, strict=True))
-        return TextStep(Segments(self.units, tuple(seen)), marks, tuple(ends))
+            visible_starts.append(tuple(levels))
+            ends.append(
+                tuple((of_unit[row] or (start,))[-1] for start, of_unit in zip(current_starts, new_starts, strict=True))
+            )
+        num_tokens = (position >= 0).sum(1).tolist()
+        marks = tuple(bytes(row[count - n :]) for row, n in zip(new.tolist(), num_tokens, strict=True))
+        return TextStep(Segments(self.units, tuple(visible_starts)), marks, tuple(ends))
 
     def take(self, step: TextStep) -> None:
         """Adds the tokens of a step."""
-        self._before = self.marks, self._current
+        self._previous = self.marks, self._current
         rows = self.marks or [b""] * len(step.marks)
         self.marks = [row + new for row, new in zip(rows, step.marks, strict=True)]
         self._current = list(step.current)
 
     def undo(self) -> None:
         """Takes back the tokens of the last ``take``; nothing else was done since."""
-        self.marks, self._current = self._before
+        self.marks, self._current = self._previous
 
     def reset(self) -> None:
         """Forgets all tokens."""
@@ -390,8 +396,8 @@ class TextHistory:
         for row in marks:
             position = torch.arange(len(row), device="cpu")[None]
             of_row = torch.tensor([[0, 0, *row]], dtype=torch.uint8, device="cpu")
-            found = _starts(of_row, position, torch.zeros_like(position), 1, self.units)
-            self._current.append(tuple((starts[0] or (0,))[-1] for starts in found))
+            unit_starts = _starts(of_row, position, torch.zeros_like(position), 1, self.units)
+            self._current.append(tuple((starts[0] or (0,))[-1] for starts in unit_starts))
 
     def select(self, rows: Sequence[int]) -> None:
         """Row b becomes row ``rows[b]``."""

@@ -57,7 +57,7 @@ def shard_pairs(layout: Levels, lengths: Sequence[int], window: int | None = Non
     """
     ends = torch.tensor([0, *accumulate(lengths)])
     total, count = int(ends[-1]), len(lengths)
-    found = torch.zeros(layout.num_levels, count, count, dtype=torch.int64)
+    pairs = torch.zeros(layout.num_levels, count, count, dtype=torch.int64)
     for level in range(1, layout.num_levels + 1):
         first = first_keys(layout, level, total, window)
         sums = torch.cat((torch.zeros(1, dtype=torch.int64), first.cumsum(0)))
@@ -66,14 +66,15 @@ def shard_pairs(layout: Levels, lengths: Sequence[int], window: int | None = Non
             # there up to it.
             below = ends[: shard + 1]
             seeing = torch.searchsorted(first[start:stop].contiguous(), below)
-            seen = below * seeing - (sums[start + seeing] - sums[start])
-            own = (start + 1 + stop) * (stop - start) // 2 - (sums[stop] - sums[start])  # up to each query itself
-            found[level - 1, shard, : shard + 1] = torch.cat((seen, own[None])).diff()
+            earlier_pairs = below * seeing - (sums[start + seeing] - sums[start])
+            # Up to each query itself.
+            causal_pairs = (start + 1 + stop) * (stop - start) // 2 - (sums[stop] - sums[start])
+            pairs[level - 1, shard, : shard + 1] = torch.cat((earlier_pairs, causal_pairs[None])).diff()
             sinks = torch.arange(min(layout.sink_tokens, total))
             unseen = stop - start - torch.searchsorted(first[start:stop].contiguous(), sinks, right=True)
             owners = torch.searchsorted(ends, sinks, right=True) - 1
-            found[level - 1, shard].index_add_(0, owners, unseen)
-    return found
+            pairs[level - 1, shard].index_add_(0, owners, unseen)
+    return pairs
 
 
 def balanced_shards(
@@ -90,16 +91,16 @@ def balanced_shards(
     check_size("num_processes", num_processes, MAX_LENGTH)
     check_number("other_flops", other_flops, minimum=0)
     work = work_of_tokens(layout, num_positions, window, value_dim).double().add_(other_flops)
-    done = torch.cat((work.new_zeros(1), work.cumsum(0)))
+    cumulative_work = torch.cat((work.new_zeros(1), work.cumsum(0)))
 
-    def cuts(most: float) -> list[int]:
+    def cuts(max_work: float) -> list[int]:
         """Where shards of at most so much work end; as long as possible each."""
         ends = [0]
         while len(ends) <= num_processes and ends[-1] < num_positions:
-            ends.append(int(torch.searchsorted(done, done[ends[-1]] + most, right=True)) - 1)
+            ends.append(int(torch.searchsorted(cumulative_work, cumulative_work[ends[-1]] + max_work, right=True)) - 1)
         return ends
 
-    low, high = max(float(work.max()), float(done[-1]) / num_processes), float(done[-1])
+    low, high = max(float(work.max()), float(cumulative_work[-1]) / num_processes), float(cumulative_work[-1])
     while high - low > 1e-12 * high:
         middle = (low + high) / 2
         if middle in (low, high):

@@ -60,8 +60,8 @@ def explain(
         "left_padding": left_padding,
     }
     if isinstance(layout, HeadLayouts):
-        parts = _by_heads(q, k, v, layout, terms, pairs, return_lse)
-        lines = [explain(*arguments, return_lse=return_lse, **options) for arguments, options in parts]
+        group_calls = _by_heads(q, k, v, layout, terms, pairs, return_lse)
+        lines = [explain(*arguments, return_lse=return_lse, **options) for arguments, options in group_calls]
         counts = [len(group.heads) for group in layout.groups]
         return "; ".join(f"{count} key heads: {line}" for count, line in zip(counts, lines, strict=True))
     v, calls = _read(q, k, v, layout, terms, pairs, return_lse)
@@ -108,7 +108,11 @@ def _by_heads(
     calls: list[tuple[tuple[Tensor, Tensor, Tensor, Layout | None], dict[str, Any]]] = []
     for group in layout.groups:
         queries = by_heads.query_heads(group.heads, q.shape[1] // layout.num_heads)
-        tensors = (by_heads.taken(q, queries), by_heads.taken(k, group.heads), by_heads.taken(v, group.heads))
+        tensors = (
+            by_heads.select_heads(q, queries),
+            by_heads.select_heads(k, group.heads),
+            by_heads.select_heads(v, group.heads),
+        )
         of_group = by_heads.terms_of(terms, queries)
         named = {name: getattr(of_group, name) for name in _TERMS}
         calls.append(((*tensors, group.layout), {**named, **pairs}))
@@ -276,10 +280,10 @@ def structured_attention(
         "left_padding": left_padding,
     }
     if isinstance(layout, HeadLayouts):
-        parts = _by_heads(q, k, v, layout, terms, pairs, return_lse)
+        group_calls = _by_heads(q, k, v, layout, terms, pairs, return_lse)
         outs = [
             structured_attention(*arguments, backend=backend, return_lse=return_lse, **options)
-            for arguments, options in parts
+            for arguments, options in group_calls
         ]
         per_key_head = q.shape[1] // layout.num_heads
         if not return_lse:
@@ -295,14 +299,14 @@ def structured_attention(
         else:
             row = backends.named(backend, query, key, v, call)
         adds_sinks = sinks is not None and not row.takes_sinks
-        found, lse = operators.attention(query, key, v, call.with_terms(sinks=None) if adds_sinks else call, row)
+        result, lse = operators.attention(query, key, v, call.with_terms(sinks=None) if adds_sinks else call, row)
         if adds_sinks:
             assert sinks is not None
             assert lse is not None
-            found, lse = reference.with_sinks(found, lse, sinks)
+            result, lse = reference.with_sinks(result, lse, sinks)
         if return_lse:
             assert lse is not None
-            return found, lse
-        out = found if out is None else out + found
+            return result, lse
+        out = result if out is None else out + result
     assert out is not None
     return out

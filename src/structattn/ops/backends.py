@@ -229,14 +229,14 @@ def _is_masked_twice(call: Call) -> bool:
 
 def _needs_bias_gradient(call: Call) -> bool:
     """Whether a bias, or a mask of numbers, has a gradient, which the C++ code leaves to ``blocked``."""
-    given = call.terms.attn_mask if call.terms.attn_bias is None else call.terms.attn_bias
-    return given is not None and torch.is_grad_enabled() and given.requires_grad
+    bias = call.terms.attn_mask if call.terms.attn_bias is None else call.terms.attn_bias
+    return bias is not None and torch.is_grad_enabled() and bias.requires_grad
 
 
 def _levels(call: Call) -> str:
     count = len(call.layout.ranks)
-    found = f"{count} levels" if count > 1 else "one level"
+    levels = f"{count} levels" if count > 1 else "one level"
     terms = [
         name for name, x in (("a soft cap", call.terms.softcap), ("ALiBi", call.terms.alibi_slopes)) if x is not None
     ]
-    return f"{found} with {' and '.join(terms)}" if terms else found
+    return f"{levels} with {' and '.join(terms)}" if terms else levels

@@ -29,7 +29,7 @@ def query_heads(heads: tuple[int, ...], per_key_head: int) -> tuple[int, ...]:
     return tuple(head * per_key_head + i for head in heads for i in range(per_key_head))
 
 
-def taken(x: Tensor, heads: tuple[int, ...], dim: int = 1) -> Tensor:
+def select_heads(x: Tensor, heads: tuple[int, ...], dim: int = 1) -> Tensor:
     """These heads of a tensor, ascending: a view where they are next to each other."""
     if all(b == a + 1 for a, b in pairwise(heads)):
         return x.narrow(dim, heads[0], len(heads))
@@ -39,11 +39,11 @@ def taken(x: Tensor, heads: tuple[int, ...], dim: int = 1) -> Tensor:
 def _index(heads: tuple[int, ...], device: torch.device) -> Tensor:
     if torch.compiler.is_compiling():  # a compiled program cannot keep objects for later calls
         return torch.tensor(heads, device=device)
-    return _kept_index(heads, device)
+    return _cached_index(heads, device)
 
 
 @lru_cache(maxsize=256)
-def _kept_index(heads: tuple[int, ...], device: torch.device) -> Tensor:
+def _cached_index(heads: tuple[int, ...], device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return torch.tensor(heads, device=device)
 
@@ -56,8 +56,8 @@ def joined(outs: Sequence[Tensor], layout: HeadLayouts, per_key_head: int = 1) -
     out = torch.cat(list(outs), dim=1)
     if order == sorted(order):
         return out
-    places = tuple(sorted(range(len(order)), key=order.__getitem__))
-    return out.index_select(1, _index(places, out.device))
+    positions = tuple(sorted(range(len(order)), key=order.__getitem__))
+    return out.index_select(1, _index(positions, out.device))
 
 
 def terms_of(terms: ScoreTerms, heads: tuple[int, ...]) -> ScoreTerms:
@@ -66,13 +66,13 @@ def terms_of(terms: ScoreTerms, heads: tuple[int, ...]) -> ScoreTerms:
         return terms
 
     def per_pair(x: Tensor | None) -> Tensor | None:
-        return taken(x, heads, x.dim() - 3) if x is not None and x.dim() > 2 and x.shape[-3] > 1 else x
+        return select_heads(x, heads, x.dim() - 3) if x is not None and x.dim() > 2 and x.shape[-3] > 1 else x
 
     sinks, slopes = terms.sinks, terms.alibi_slopes
     return replace(
         terms,
-        sinks=None if sinks is None else taken(sinks, heads, 0),
+        sinks=None if sinks is None else select_heads(sinks, heads, 0),
         attn_mask=per_pair(terms.attn_mask),
         attn_bias=per_pair(terms.attn_bias),
-        alibi_slopes=None if slopes is None else taken(slopes, heads, slopes.dim() - 1),
+        alibi_slopes=None if slopes is None else select_heads(slopes, heads, slopes.dim() - 1),
     )

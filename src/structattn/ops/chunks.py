@@ -71,31 +71,31 @@ def chunked_attention(
         return q.new_zeros(batch, heads, count, v.shape[3])
 
     # (M, W): the positions of each chunk among B S, and which of them it has.
-    place = starts[:, None] + torch.arange(min(chunk_size, length), device=q.device)
+    indices = starts[:, None] + torch.arange(min(chunk_size, length), device=q.device)
     chunk = is_start.flatten().cumsum(0)
     last = batch * length - 1
-    has = (place <= last) & (chunk[place.clamp(max=last)] == chunk[starts][:, None])
-    place = place.clamp(max=last)
+    has = (indices <= last) & (chunk[indices.clamp(max=last)] == chunk[starts][:, None])
+    indices = indices.clamp(max=last)
     if isinstance(layout, LevelLayout) and layout.num_rows is not None:
         layout = layout.select_rows(rows.flatten()[starts].tolist())
     if attn_mask is not None:
-        attn_mask = _chunks_of_mask(attn_mask, place, count, batch, length)
+        attn_mask = _chunks_of_mask(attn_mask, indices, count, batch, length)
     if alibi_slopes is not None and alibi_slopes.dim() == 2:
         alibi_slopes = alibi_slopes[starts // length]
-    q, k, v = (x.transpose(1, 2).flatten(0, 1)[place].transpose(1, 2) for x in (q, k, v))
+    q, k, v = (x.transpose(1, 2).flatten(0, 1)[indices].transpose(1, 2) for x in (q, k, v))
     out: Tensor = structured_attention(q, k, v, layout, attn_mask=attn_mask, alibi_slopes=alibi_slopes, **options)
     flat = out.new_zeros(batch * length, heads, out.shape[3])
-    flat = flat.index_put((place[has],), out.transpose(1, 2)[has])
+    flat = flat.index_put((indices[has],), out.transpose(1, 2)[has])
     return flat.unflatten(0, (batch, length)).transpose(1, 2)[:, :, -count:]
 
 
-def _chunks_of_mask(mask: Tensor, place: Tensor, count: int, batch: int, length: int) -> Tensor:
+def _chunks_of_mask(mask: Tensor, indices: Tensor, count: int, batch: int, length: int) -> Tensor:
     """The mask of each chunk, (M, 1 or H, W, W), from one that is broadcastable to (B, H, T, S)."""
     mask = mask[(None,) * (4 - mask.dim())]
     mask = mask.expand(batch, -1, count, -1)
     mask = mask if mask.shape[3] == 1 else mask[..., -length:]
     mask = F.pad(mask.expand(-1, -1, -1, length), (0, 0, length - count, 0))
-    row, position = place[:, :1] // length, place - place[:, :1] // length * length
+    row, position = indices[:, :1] // length, indices - indices[:, :1] // length * length
     # The last chunk of a row may end before those of others: what follows it is of no query.
     position = position.clamp(max=length - 1)
     return mask[row[..., None], :, position[:, :, None], position[:, None, :]].permute(0, 3, 1, 2)

@@ -134,7 +134,7 @@ def measure_costs() -> Path:
         "processor": platform.processor() or platform.machine(),
         "torch": torch.__version__,
         "unit": "nanoseconds",
-        "threads": {str(threads): asdict(one) for threads, one in sorted(by_threads.items())},
+        "threads": {str(threads): asdict(costs) for threads, costs in sorted(by_threads.items())},
     }
     write_atomic(path, json.dumps(record, indent=1) + "\n")
     _measured.cache_clear()
@@ -151,7 +151,7 @@ def _measured() -> dict[int, Costs]:
         return {}
     try:
         by_threads = json.loads(content)["threads"]
-        found = {int(threads): _read(one) for threads, one in by_threads.items()}
+        costs = {int(threads): _read(record) for threads, record in by_threads.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         warnings.warn(
             f"{path} does not hold the costs of a machine ({error!r}), and is ignored: "
@@ -160,32 +160,32 @@ def _measured() -> dict[int, Costs]:
             stacklevel=2,
         )
         return {}
-    return found
+    return costs
 
 
 def _read(record: dict[str, float]) -> Costs:
-    found = Costs(**{field.name: float(record[field.name]) for field in fields(Costs)})
-    if not all(0 < value < math.inf for value in asdict(found).values()):
-        raise ValueError(f"costs must be finite numbers above 0, got {found}")
-    return found
+    costs = Costs(**{field.name: float(record[field.name]) for field in fields(Costs)})
+    if not all(0 < value < math.inf for value in asdict(costs).values()):
+        raise ValueError(f"costs must be finite numbers above 0, got {costs}")
+    return costs
 
 
 def _measure() -> Costs:
     with torch.inference_mode(), torch.device("cpu"):
         tiny, square = torch.randn(1, 4, 4), torch.randn(256, 8, 8)
-        few = square[:16]
+        few_squares = square[:16]
         a, b = torch.randn(16, 64, 32), torch.randn(16, 32, 256)
-        scores, other = a @ b, torch.rand(16, 64, 256)
+        scores, uniform = a @ b, torch.rand(16, 64, 256)
         operation = _least(lambda: torch.mul(tiny, 2.0, out=tiny[:, :4]))
-        matrix = (_least(lambda: torch.bmm(square, square)) - _least(lambda: torch.bmm(few, few))) / 240
+        matrix = (_least(lambda: torch.bmm(square, square)) - _least(lambda: torch.bmm(few_squares, few_squares))) / 240
         size = scores.numel()
         rates = [
             _least(f) / n
             for f, n in (
                 (lambda: torch.bmm(a, b, out=scores), size * 32),
-                (lambda: torch.mul(other, 0.5, out=scores), size),
-                (lambda: torch.stack([other * 0.5 for _ in range(7)]), 8 * size),
-                (lambda: torch.softmax(other, -1, out=scores), size),
+                (lambda: torch.mul(uniform, 0.5, out=scores), size),
+                (lambda: torch.stack([uniform * 0.5 for _ in range(7)]), 8 * size),
+                (lambda: torch.softmax(uniform, -1, out=scores), size),
             )
         ]
     least = 1e-3  # a clock that is disturbed in the wrong moment may give a difference below 0
@@ -194,10 +194,10 @@ def _measure() -> Costs:
 
 def _least(run: Callable[[], Tensor]) -> float:
     """The least time of a call, in nanoseconds."""
-    found = math.inf
+    least = math.inf
     for _ in range(_ROUNDS):
         start = time.perf_counter_ns()
         for _ in range(8):
             run()
-        found = min(found, (time.perf_counter_ns() - start) / 8)
-    return found
+        least = min(least, (time.perf_counter_ns() - start) / 8)
+    return least

@@ -25,13 +25,13 @@ Function = Callable[..., Tensors]
 
 def definition(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """``reference`` with the options of a call: output and log-sum-exp."""
-    dropped, kept = None, 1.0
+    dropped, keep_probability = None, 1.0
     if call.seed is not None:
         keys = key_positions(k[:, :1])  # the same for all heads
         dropout = Dropout(p=call.dropout_p, seed=call.seed, queries=query_positions(q), keys=keys)
-        dropped, kept = dropout.dropped(), dropout.kept
+        dropped, keep_probability = dropout.dropped(), dropout.keep_probability
     with without_autocast(q):
-        return reference.attention(q, k, v, call, dropped, kept)
+        return reference.attention(q, k, v, call, dropped, keep_probability)
 
 
 def refuse_forward_mode() -> None:
@@ -65,8 +65,8 @@ def vjp(function: Function, inputs: Tensors, cotangents: Tensors) -> Tensors:
     """The gradients of a function's inputs, for those of its results: differentiable in both, at every
     order.
     """
-    found: Tensors = torch.func.vjp(function, *inputs)[1](cotangents)
-    return found
+    gradients: Tensors = torch.func.vjp(function, *inputs)[1](cotangents)
+    return gradients
 
 
 def jvp(function: Function, inputs: Tensors, tangents: Tensors) -> Tensors:

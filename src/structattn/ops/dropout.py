@@ -80,7 +80,7 @@ class Dropout:
         return min(round(self.p * 2**16), 2**16 - 1)
 
     @property
-    def kept(self) -> float:
+    def keep_probability(self) -> float:
         """The probability of keeping a weight: 1 - p to 16 bits."""
         return 1 - self._limit / 2**16
 
@@ -120,8 +120,8 @@ class Dropout:
         if is_traced and offset is not None:  # to join two dynamic dimensions would fix the length
             index = offset + torch.arange(count, device=keys.device)
             return words[..., index // 8, index % 8]
-        found = words.flatten(-2)
+        is_dropped = words.flatten(-2)
         if offset is not None:
-            return found[..., offset : offset + count]
+            return is_dropped[..., offset : offset + count]
         index = first % 8 + torch.arange(count, device=keys.device)
-        return found.gather(-1, index.expand(*found.shape[:-1], -1))
+        return is_dropped.gather(-1, index.expand(*is_dropped.shape[:-1], -1))

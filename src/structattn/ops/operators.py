@@ -56,8 +56,8 @@ def _with_tensors(call: Call, tensors: Sequence[Tensor | None]) -> Call:
 def _with(call: Call, options: dict[str, Any]) -> Call:
     """The call with other options."""
     terms = {name: x for name, x in options.items() if name in _TERMS}
-    others = {name: x for name, x in options.items() if name not in _TERMS}
-    return replace(call, terms=replace(call.terms, **terms), **others)
+    other_options = {name: x for name, x in options.items() if name not in _TERMS}
+    return replace(call, terms=replace(call.terms, **terms), **other_options)
 
 
 def _flat(call: Call, row: BackendRow) -> tuple[Any, ...]:
@@ -72,8 +72,8 @@ def _flat(call: Call, row: BackendRow) -> tuple[Any, ...]:
 
 def _call(arguments: Sequence[Any]) -> tuple[Call, BackendRow]:
     """The call and the backend that ``_flat`` wrote."""
-    tensors, rest = arguments[: len(_TENSORS)], arguments[len(_TENSORS) :]
-    layout, numbers, backend = rest[: flat_layout.SIZE], rest[flat_layout.SIZE : -1], rest[-1]
+    tensors, constants = arguments[: len(_TENSORS)], arguments[len(_TENSORS) :]
+    layout, numbers, backend = constants[: flat_layout.SIZE], constants[flat_layout.SIZE : -1], constants[-1]
     options = dict(zip((*_TENSORS, *_NUMBERS), (*tensors, *numbers), strict=True))
     return _with(Call(layout=flat_layout.layout_of(*layout)), options), TABLE[backend]
 
@@ -230,16 +230,16 @@ class _Backward(torch.autograd.Function):
         dx = _filled(outer, inputs[2:])
         if len(inputs) == 6 and not ctx.needs_bias:
             dx = (*dx[:3], torch.zeros_like(inputs[5]))
-        d_out, d_lse, *found = derivatives.vjp(function, inputs, dx)
+        d_out, d_lse, *gradients = derivatives.vjp(function, inputs, dx)
         # The bias, if there is none, and what has no gradient.
-        missing = (None,) * (_FIRST_OPTION - len(found) + len(ctx.options))
-        return d_out, d_lse if ctx.needs_input_grad[1] else None, None, None, None, *found, *missing
+        no_gradients = (None,) * (_FIRST_OPTION - len(gradients) + len(ctx.options))
+        return d_out, d_lse if ctx.needs_input_grad[1] else None, None, None, None, *gradients, *no_gradients
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, ...]:
         function, inputs = _gradient_function(ctx)
-        known = _filled([*tangents[:2], *tangents[5:]], inputs)
-        dq, dk, dv, *d_bias = derivatives.jvp(function, inputs, known)
+        filled_tangents = _filled([*tangents[:2], *tangents[5:]], inputs)
+        dq, dk, dv, *d_bias = derivatives.jvp(function, inputs, filled_tangents)
         return dq, dk, dv, d_bias[0] if ctx.needs_bias else dq.new_empty(0)
 
     @staticmethod
@@ -331,8 +331,8 @@ class _Eager(torch.autograd.Function):
         if any(x is not None for x in tensors):
             call = _with_tensors(call, tensors)
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        found = _direct_backward(row, grad_out, grad_lse, q, k, v, out, lse, call, needs_bias)
-        return *found, None, None
+        gradients = _direct_backward(row, grad_out, grad_lse, q, k, v, out, lse, call, needs_bias)
+        return *gradients, None, None
 
 
 def _needs_gradient(*tensors: Tensor | None) -> bool:

@@ -29,15 +29,15 @@ class Positions:
         keys: (1 or B, S) int64.
         query_rows, key_rows: the batch row, (B, 1), or packed sequence of each, (1, T) and (1, S); it selects
             the segments of a free partition.
-        same: bool (1 or B, T, S), the pairs that lie in one sequence and are not padding; ``None`` when that
-            is all. A query before the first key is no padding, with or without padding after it.
+        in_sequence: bool (1 or B, T, S), the pairs that lie in one sequence and are not padding; ``None``
+            when that is all. A query before the first key is no padding, with or without padding after it.
     """
 
     queries: Tensor
     keys: Tensor
     query_rows: Tensor
     key_rows: Tensor
-    same: Tensor | None
+    in_sequence: Tensor | None
 
     def distance(self) -> Tensor:
         """Query position minus key position, (1 or B, T, S) int64."""
@@ -50,10 +50,10 @@ class Positions:
         if layout.windows is not None:
             return layout.shared_levels(self.queries[:, :, None], self.keys[:, None, :]).clamp(min=1)
         shape = (self.queries.shape[0], self.queries.shape[1], self.keys.shape[1])
-        places = (self.queries, self.query_rows), (self.keys, self.key_rows)
+        sides = (self.queries, self.query_rows), (self.keys, self.key_rows)
         count = torch.ones(shape, dtype=torch.int64, device=self.keys.device)
         for level in range(2, layout.num_levels + 1):
-            i, j = (layout.blocks(level, x, 0 if layout.num_rows is None else rows) for x, rows in places)
+            i, j = (layout.blocks(level, x, 0 if layout.num_rows is None else rows) for x, rows in sides)
             count = count + (i[:, :, None] == j[:, None, :])
         if layout.sink_tokens:
             count = count.masked_fill(layout.is_sink(self.keys)[:, None, :], layout.num_levels)
@@ -86,15 +86,15 @@ def positions(
             keys=(key - of_keys[j])[None],
             query_rows=i[None],
             key_rows=j[None],
-            same=(i[:, None] == j[None, :])[None],
+            in_sequence=(i[:, None] == j[None, :])[None],
         )
     if left_padding is not None:
         padding = left_padding.to(device=device, dtype=torch.int64)[:, None]
         real = (queries < 0) | (queries >= padding)
         keys, queries = keys - padding, queries - padding
-        same = real[:, :, None] & (keys >= 0)[:, None, :]
-        return Positions(queries=queries, keys=keys, query_rows=rows, key_rows=rows, same=same)
-    return Positions(queries=queries, keys=keys, query_rows=rows, key_rows=rows, same=None)
+        in_sequence = real[:, :, None] & (keys >= 0)[:, None, :]
+        return Positions(queries=queries, keys=keys, query_rows=rows, key_rows=rows, in_sequence=in_sequence)
+    return Positions(queries=queries, keys=keys, query_rows=rows, key_rows=rows, in_sequence=None)
 
 
 def visible(position: Positions, is_causal: bool, window: int | None, sink_tokens: int = 0) -> Tensor | None:
@@ -102,9 +102,10 @@ def visible(position: Positions, is_causal: bool, window: int | None, sink_token
     no sink tokens.
     """
     if not is_causal and window is None:
-        return position.same
+        return position.in_sequence
     distance = position.distance()
-    mask = torch.ones_like(distance, dtype=torch.bool) if position.same is None else position.same.expand_as(distance)
+    in_sequence = position.in_sequence
+    mask = torch.ones_like(distance, dtype=torch.bool) if in_sequence is None else in_sequence.expand_as(distance)
     if is_causal:
         mask = mask & (distance >= 0)
     if window is not None:
@@ -144,7 +145,7 @@ def scores(q: Tensor, k: Tensor, layout: LevelLayout, scale: float | None, num_s
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, call: Call, dropped: Tensor | None = None, kept: float = 1.0
+    q: Tensor, k: Tensor, v: Tensor, call: Call, dropped: Tensor | None = None, keep_probability: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Structured attention by its definition; the meaning of the options is that of ``structured_attention``.
 
@@ -157,7 +158,7 @@ def attention(
         q, k, v: (B, H, T, D), (B, G, S, D), (B, G, S, V).
         call: the options, checked.
         dropped: the weights that dropout drops, bool (B, H, T, S); ``None`` without dropout.
-        kept: the probability of keeping a weight.
+        keep_probability: the probability of keeping a weight.
 
     Returns:
         out (B, H, T, V) in q's dtype and lse (B, H, T), float32 or float64, base e.
@@ -176,25 +177,25 @@ def attention(
 
     def of(i: slice, j: slice, position: Positions) -> tuple[Tensor, Tensor]:
         """The queries of a slice with the keys of a slice."""
-        own_bias, own_dropped, own_shown = (None if x is None else x[:, :, i, j] for x in (bias, dropped, shown))
+        some_bias, some_dropped, some_shown = (None if x is None else x[:, :, i, j] for x in (bias, dropped, shown))
         out, lse = _dense(
-            query[:, :, i], key[:, :, j], value[:, :, j], position, call, own_bias, own_dropped, own_shown
+            query[:, :, i], key[:, :, j], value[:, :, j], position, call, some_bias, some_dropped, some_shown
         )
-        return (out if dropped is None else out / kept).to(q.dtype), lse
+        return (out if dropped is None else out / keep_probability).to(q.dtype), lse
 
     if ends is None or not all(_is_known(x) for x in ends):
         return of(slice(None), slice(None), position)
     results = []
     for of_i, of_j in zip(*(pairwise(x.tolist()) for x in ends), strict=True):
         i, j = slice(*of_i), slice(*of_j)
-        own = Positions(
+        sequence_position = Positions(
             queries=position.queries[:, i],
             keys=position.keys[:, j],
             query_rows=position.query_rows[:, i],
             key_rows=position.key_rows[:, j],
-            same=None,
+            in_sequence=None,
         )
-        results.append(of(i, j, own))
+        results.append(of(i, j, sequence_position))
     outs, lses = zip(*results, strict=True)
     return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
 
@@ -277,6 +278,6 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]
     """
     sinks = sinks.to(lse.dtype)[:, None]
     empty = lse == -torch.inf
-    known = lse.masked_fill(empty, 0.0)  # infinity would make NaN of second derivatives
-    both = torch.where(empty, sinks, torch.logaddexp(known, sinks))
-    return (out * torch.sigmoid(known - sinks)[..., None]).to(out.dtype), both
+    finite_lse = lse.masked_fill(empty, 0.0)  # infinity would make NaN of second derivatives
+    total_lse = torch.where(empty, sinks, torch.logaddexp(finite_lse, sinks))
+    return (out * torch.sigmoid(finite_lse - sinks)[..., None]).to(out.dtype), total_lse

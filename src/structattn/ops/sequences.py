@@ -49,14 +49,14 @@ def sequences_of(q: Tensor, k: Tensor, call: Call) -> list[SequenceSpan]:
             if i < i_end and j < j_end
         ]
     padding = [0] * batch if call.left_padding is None else call.left_padding.tolist()
-    found = []
+    sequences = []
     first = num_keys - num_queries  # the position of the first query
     for row, pad in enumerate(padding):
         # Queries in the padding are hidden; those before the first key are not.
         spans = [(first, num_keys)] if pad == 0 else [(first, 0), (max(first, pad), num_keys)]
-        found += [
+        sequences += [
             SequenceSpan(row, row, low - first, pad, high - low, num_keys - pad, low - pad)
             for low, high in spans
             if low < high and pad < num_keys
         ]
-    return found
+    return sequences

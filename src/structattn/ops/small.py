@@ -79,10 +79,10 @@ def suits(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> bool
         return False
     if (call.is_causal or call.window is not None) and not holds(num_queries <= num_keys):
         return False  # the first queries may see no key
-    most, has_levels = MOST_SCORES, len(layout.ranks) > 1
+    limit, has_levels = MOST_SCORES, len(layout.ranks) > 1
     if call.terms.attn_mask is None and not has_spans and (has_terms or has_levels):
-        most = MOST_SCORES_UNMASKED // (4 if has_levels else 1) // (1 if has_gradient else 4)
-    return holds(batch * heads * num_queries * num_keys <= most)
+        limit = MOST_SCORES_UNMASKED // (4 if has_levels else 1) // (1 if has_gradient else 4)
+    return holds(batch * heads * num_queries * num_keys <= limit)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, None]:
@@ -116,7 +116,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, None]:
         q.dtype,
         has_sinks,
     )
-    mask, levels = (_kept_tables if is_eager(q) else _tables)(*constants)
+    mask, levels = (_cached_tables if is_eager(q) else _tables)(*constants)
     if repeats > 1:  # the queries of a group are concatenated: one longer product for each
         q = q.unflatten(1, (groups, -1)).flatten(2, 3)
     # Heads in front of the batch, or after it: as the largest operand has them in memory.
@@ -218,7 +218,7 @@ def _with_column(table: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=32)  # of at most levels * 64 KiB in float32
-def _kept_tables(*constants: Any) -> tuple[Tensor | None, Levels | None]:
+def _cached_tables(*constants: Any) -> tuple[Tensor | None, Levels | None]:
     with torch.inference_mode(False), torch.no_grad():  # so that any later call may use them
         return _tables(*constants)
 
@@ -231,17 +231,17 @@ def _levels(
     queries, keys = positions[len(positions) - num_queries :], positions[len(positions) - num_keys :]
     num_shared = layout.shared_levels(queries[:, None], keys[None])
     factors = torch.tensor(per_count, dtype=dtype, device="cpu")[num_shared - 1]
-    found: list[tuple[slice, Tensor]] = []
+    levels: list[tuple[slice, Tensor]] = []
     for level, (features, factor) in enumerate(zip(layout.slices, per_level, strict=True), start=1):
         shared = num_shared >= level
         if level > 1 and not bool(shared.any()):
             break
         weight = (factors * factor).masked_fill(~shared, 0.0)
-        if found and torch.equal(weight, found[-1][1]):  # at this length one level as the level before
-            found[-1] = slice(found[-1][0].start, features.stop), weight
+        if levels and torch.equal(weight, levels[-1][1]):  # at this length one level as the level before
+            levels[-1] = slice(levels[-1][0].start, features.stop), weight
         else:
-            found.append((features, weight))
-    return tuple((features, weight.repeat(repeats, 1)) for features, weight in found)
+            levels.append((features, weight))
+    return tuple((features, weight.repeat(repeats, 1)) for features, weight in levels)
 
 
 def _flat(x: Tensor, heads_first: bool, narrow: bool) -> Tensor:
@@ -274,10 +274,10 @@ def _traced(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) 
 
 def _level_scores(q: Tensor, keys: Tensor, mask: Tensor | None, levels: Levels) -> Tensor:
     """The scores of several levels and the mask, (N, T, S); ``keys`` are (N, D, S)."""
-    (features, weight), *rest = levels
+    (features, weight), *deeper = levels
     scores = torch.bmm(q[..., features], keys[:, features])
     scores = scores.mul_(weight) if mask is None else torch.addcmul(mask, scores, weight)
-    for features, weight in rest:
+    for features, weight in deeper:
         scores.addcmul_(torch.bmm(q[..., features], keys[:, features]), weight)
     return scores
 
@@ -306,8 +306,8 @@ class _Score(NamedTuple):
     def products(self, q: Tensor, keys: Tensor, mask: Tensor | None, factor: float) -> Tensor:
         """The scaled products and the mask, times a factor where there is no mask."""
         if self.levels is not None:
-            found = _level_scores(q, keys, mask, self.levels)
-            return found if factor == 1.0 else found.mul_(factor)
+            scores = _level_scores(q, keys, mask, self.levels)
+            return scores if factor == 1.0 else scores.mul_(factor)
         if mask is None:
             return _product(q, keys, self.scale * factor)
         return torch.baddbmm(mask, q, keys, alpha=self.scale)
@@ -391,10 +391,10 @@ class _SmallAttention(torch.autograd.Function):
             return d_q, d_k, d_v, d_sinks, None
         d_qs, d_ks = [], []
         for features, weight in score.levels:
-            own = d_scores * weight
-            d_qs.append(_times(own, k[..., features]).transpose(1, 2))
-            d_ks.append(_times(own.transpose(1, 2), q[..., features]).transpose(1, 2))
-        if (rest := q.shape[2] - score.levels[-1][0].stop) > 0:  # levels that no pair shares
-            d_qs.append(q.new_zeros((q.shape[0], rest, q.shape[1])))
-            d_ks.append(k.new_zeros((k.shape[0], rest, k.shape[1])))
+            d_products = d_scores * weight
+            d_qs.append(_times(d_products, k[..., features]).transpose(1, 2))
+            d_ks.append(_times(d_products.transpose(1, 2), q[..., features]).transpose(1, 2))
+        if (num_unshared := q.shape[2] - score.levels[-1][0].stop) > 0:  # levels that no pair shares
+            d_qs.append(q.new_zeros((q.shape[0], num_unshared, q.shape[1])))
+            d_ks.append(k.new_zeros((k.shape[0], num_unshared, k.shape[1])))
         return torch.cat(d_qs, 1).transpose(1, 2), torch.cat(d_ks, 1).transpose(1, 2), d_v, d_sinks, None

@@ -85,13 +85,13 @@ def work(layout: LevelLayout, length: int, size: int, value_dim: int, batch: int
     inside = {min(block, size) for _, block in _levels(layout)}
     product, score, weight, operation = 0, 0, 0, 10
     for start in range(0, length, size):
-        own = min(size, length - start)
+        span_length = min(size, length - start)
         ranges = _ranges(layout, start)
-        seen = own * (start + own)
-        product += own**2 * layout.head_dim + seen * value_dim
-        product += sum(own * (stop - first) * rank for first, stop, rank, _ in ranges)
-        score += own**2 * len(inside) + own * start
-        weight += seen
+        num_pairs = span_length * (start + span_length)
+        product += span_length**2 * layout.head_dim + num_pairs * value_dim
+        product += sum(span_length * (stop - first) * rank for first, stop, rank, _ in ranges)
+        score += span_length**2 * len(inside) + span_length * start
+        weight += num_pairs
         operation += 4 + 2 * len(inside) + 2 * len(ranges)
     return Work(
         product=batch * product,
@@ -104,15 +104,15 @@ def work(layout: LevelLayout, length: int, size: int, value_dim: int, batch: int
 
 def _ranges(layout: LevelLayout, start: int) -> list[tuple[int, int, int, int]]:
     """The keys before a span: first and last, the rank that they share, and the number of levels."""
-    found = []
+    ranges = []
     stop = start
     for count in range(layout.num_levels, 0, -1):  # from near to far
         size = _levels(layout)[count - 1][1]
         first = 0 if size > start else start // size * size
         if first < stop:
-            found.append((first, stop, sum(layout.ranks[:count]), count))
+            ranges.append((first, stop, sum(layout.ranks[:count]), count))
             stop = first
-    return found
+    return ranges
 
 
 @functools.lru_cache(maxsize=4096)
@@ -162,12 +162,12 @@ def _plan(layout: LevelLayout, length: int, size: int, scale: float | None, dtyp
     spans = []
     for start in range(0, length, size):
         stop = min(start + size, length)
-        own = slice(stop - start)
+        local = slice(stop - start)
         ranges = tuple(
             Range(slice(first, last), rank, per_count[count - 1]) for first, last, rank, count in _ranges(layout, start)
         )
-        tables = tuple((dims, factors[own, own].contiguous()) for dims, factors in inside)
-        spans.append(Span(start, stop, ranges, tables, mask[own, own].contiguous()))
+        tables = tuple((dims, factors[local, local].contiguous()) for dims, factors in inside)
+        spans.append(Span(start, stop, ranges, tables, mask[local, local].contiguous()))
     return Plan(tuple(spans), features)
 
 
@@ -194,9 +194,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
     return attend(q, k, v, call, plan(call.layout, q.shape[2], size, call.terms.scale, q.dtype))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, found: Plan) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, span_plan: Plan) -> Tensor:
     """As ``forward``, with a plan that is given."""
-    out: Tensor = _Spans.apply(q, k, v, call, found)  # type: ignore[no-untyped-call]
+    out: Tensor = _Spans.apply(q, k, v, call, span_plan)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -206,62 +206,62 @@ class _Spans(torch.autograd.Function):
     # Without setup_context, for which PyTorch reads the signature at every call; transforms of functions
     # never come here.
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call, found: Plan) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call, span_plan: Plan) -> Tensor:
         query, key, value = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
-        if found.features is not None:
-            key = key * found.features
+        if span_plan.features is not None:
+            key = key * span_plan.features
         keys = key.transpose(1, 2)
         weights, outs = [], []
-        for start, stop, ranges, inside, mask in found.spans:
-            own_q, own_k = query[:, start:stop], keys[..., start:stop]
+        for start, stop, ranges, inside, mask in span_plan.spans:
+            span_q, span_k = query[:, start:stop], keys[..., start:stop]
             (dims, factors), *deeper = inside
-            scores = own = product = torch.bmm(own_q[..., dims], own_k[:, dims])
+            scores = span_scores = product = torch.bmm(span_q[..., dims], span_k[:, dims])
             if start:
                 scores = query.new_empty((query.shape[0], stop - start, stop))
-                own = scores[..., start:]
-            torch.addcmul(mask, product, factors, out=own)
+                span_scores = scores[..., start:]
+            torch.addcmul(mask, product, factors, out=span_scores)
             for dims, factors in deeper:
-                own.addcmul_(torch.bmm(own_q[..., dims], own_k[:, dims]), factors)
+                span_scores.addcmul_(torch.bmm(span_q[..., dims], span_k[:, dims]), factors)
             for positions, rank, factor in ranges:
-                product = torch.bmm(own_q[..., :rank], keys[:, :rank, positions])
+                product = torch.bmm(span_q[..., :rank], keys[:, :rank, positions])
                 torch.mul(product, factor, out=scores[..., positions])
             torch.softmax(scores, -1, out=scores)
             outs.append(torch.bmm(scores, value[:, :stop]))
             if any(ctx.needs_input_grad):
                 weights.append(scores)
-        ctx.call, ctx.plan = call, found
+        ctx.call, ctx.plan = call, span_plan
         ctx.save_for_backward(q, k, v, *weights)
         return torch.cat(outs, 1).view(*q.shape[:3], v.shape[3])
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, *weights = ctx.saved_tensors
-        found: Plan = ctx.plan
+        span_plan: Plan = ctx.plan
         if torch.is_grad_enabled():  # a gradient that will be differentiated
             function = derivatives.output(ctx.call)
             return *derivatives.vjp(lambda *inputs: function(*inputs)[:1], (q, k, v), (d_out,)), None, None
         d_out, query, key, value = (x.flatten(0, 1) for x in (d_out, q, k, v))
-        if found.features is not None:
-            key = key * found.features
+        if span_plan.features is not None:
+            key = key * span_plan.features
         values = value.transpose(1, 2)
         keys, queries = key.transpose(1, 2), query.transpose(1, 2)
         # Feature-major: a product whose narrow side comes first is up to 4 times faster.
         d_q, d_k = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (queries, keys))
         d_v = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
-        for (start, stop, ranges, inside, _), weight in zip(found.spans, weights, strict=True):
+        for (start, stop, ranges, inside, _), weight in zip(span_plan.spans, weights, strict=True):
             positions = slice(start, stop)
-            own, own_q, own_k = d_out[:, positions], queries[..., positions], keys[..., positions]
-            d_v[:, :stop] += torch.bmm(weight.transpose(1, 2), own)
-            d_scores = torch.bmm(own, values[..., :stop])
+            d_out_span, span_q, span_k = d_out[:, positions], queries[..., positions], keys[..., positions]
+            d_v[:, :stop] += torch.bmm(weight.transpose(1, 2), d_out_span)
+            d_scores = torch.bmm(d_out_span, values[..., :stop])
             torch.ops.aten._softmax_backward_data.out(d_scores, weight, -1, weight.dtype, grad_input=d_scores)
             for dims, factors in inside:
-                d_own = d_scores[..., start:] * factors
-                d_q[:, dims, positions] = torch.bmm(own_k[:, dims], d_own.transpose(1, 2))
-                d_k[:, dims, positions] = torch.bmm(own_q[:, dims], d_own)
-            for before, rank, factor in ranges:
-                d_own = d_scores[..., before] * factor
-                d_q[:, :rank, positions] += torch.bmm(keys[:, :rank, before], d_own.transpose(1, 2))
-                d_k[:, :rank, before] += torch.bmm(own_q[:, :rank], d_own)
-        if found.features is not None:
-            d_k *= found.features[:, None]
+                d_span = d_scores[..., start:] * factors
+                d_q[:, dims, positions] = torch.bmm(span_k[:, dims], d_span.transpose(1, 2))
+                d_k[:, dims, positions] = torch.bmm(span_q[:, dims], d_span)
+            for key_positions, rank, factor in ranges:
+                d_span = d_scores[..., key_positions] * factor
+                d_q[:, :rank, positions] += torch.bmm(keys[:, :rank, key_positions], d_span.transpose(1, 2))
+                d_k[:, :rank, key_positions] += torch.bmm(span_q[:, :rank], d_span)
+        if span_plan.features is not None:
+            d_k *= span_plan.features[:, None]
         return *(x.transpose(1, 2).unflatten(0, q.shape[:2]) for x in (d_q, d_k)), d_v.view(v.shape), None, None

@@ -16,7 +16,8 @@ from structattn.matrices.fit.target import as_matrix, check_dense, relative_erro
 from structattn.matrices.mlr import MultiLevelLowRank
 from structattn.matrices.terms import BlockTerm
 
-_SWEEPS, _TOLERANCE = 60, 1e-4
+_SWEEPS = 60
+_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)

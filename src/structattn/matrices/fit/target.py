@@ -15,7 +15,9 @@ from structattn.errors import DataError, ShapeError
 from structattn.matrices.base import StructuredMatrix, without_autocast
 from structattn.seeds import derive_seed, seeded
 
-_TINY, _HUGE = -900, 900  # exponents between which a scale and its inverse are normal numbers
+# Exponents between which a scale and its inverse are normal numbers.
+_TINY = -900
+_HUGE = 900
 
 
 @contextmanager

@@ -27,10 +27,12 @@ from structattn.ops.sequences import SequenceSpan, sequences_of
 _SHORTEST = 32  # shorter sequences are padded to this length
 # Scores at once: per thread of a CPU what a core's second cache holds twice, up to a limit that keeps the
 # buffers small on many cores.
-_SCORES_PER_THREAD, _SCORES_ON_CPU = 2**17, 2**20
+_SCORES_PER_THREAD = 2**17
+_SCORES_ON_CPU = 2**20
 # Sliding levels have many small tiles: more scores at once are fewer calls. They hold more copies, so that
 # the limit is lower.
-_SLIDING_SCORES_PER_THREAD, _SLIDING_SCORES_ON_CPU = 2**18, 2**19
+_SLIDING_SCORES_PER_THREAD = 2**18
+_SLIDING_SCORES_ON_CPU = 2**19
 _SCORES_ON_DEVICE = 2**24  # enough to hide the launches
 _FEW_QUERIES = 32
 

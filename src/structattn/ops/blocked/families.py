@@ -177,8 +177,8 @@ class FamilyTile(Tile):
         return len(self.sequences) * rows.count, rows.length * self.repeats, cols.length
 
     def _rows(self, x: Tensor) -> Tensor:
-        own = x[self.sequences.start : self.sequences.stop]
-        return self.block.rows.strided(own, self.geometry.first_query, self.repeats)
+        sequences = x[self.sequences.start : self.sequences.stop]
+        return self.block.rows.strided(sequences, self.geometry.first_query, self.repeats)
 
     def _cols(self, x: Tensor) -> Tensor:
         return self.block.cols.strided(x[self.sequences.start : self.sequences.stop], 0, 1)

@@ -67,8 +67,8 @@ def _steps(shape: tuple[int, int, int], width: int, budget: int) -> tuple[int, i
     batch, rows, cols = shape
     row_step = min(rows, 512, budget)
     col_step = min(cols, max(1, min(256, budget // row_step)))
-    each = max(row_step * col_step, (row_step + col_step) * width // 4)
-    batch_step = min(batch, max(1, budget // each))
+    numbers_per_batch = max(row_step * col_step, (row_step + col_step) * width // 4)
+    batch_step = min(batch, max(1, budget // numbers_per_batch))
     col_step = min(cols, max(col_step, budget // (batch_step * row_step)))
     row_step = min(rows, max(row_step, budget // (batch_step * col_step)))
     return batch_step, row_step, col_step
@@ -80,10 +80,10 @@ def _grid(tile: Tile, width: int, budget: int) -> Iterator[list[list[_Chunk]]]:
     """
     batch, rows, cols = tile.shape
     batch_step, row_step, col_step = _steps(tile.shape, width, budget)
-    for some in _slices(batch, batch_step):
+    for batch_slice in _slices(batch, batch_step):
         grid = []
         for row_slice in _slices(rows, row_step):
-            grid.append([_Chunk(some, row_slice, col_slice) for col_slice in _slices(cols, col_step)])
+            grid.append([_Chunk(batch_slice, row_slice, col_slice) for col_slice in _slices(cols, col_step)])
         yield grid
 
 
@@ -121,26 +121,26 @@ def row_maxima(tiles: Iterable[Tile], q: Tensor, k: Tensor, parameters: ScorePar
     width = 2 * q.shape[-1]
     best = q.new_full((*q.shape[:-1], 1), -torch.inf)
     scratch, spare = _Scratch(q), _Scratch(q)
-    known = KnownLevels(parameters, q, 0)
+    levels_of_tiles = KnownLevels(parameters, q, 0)
     for tile in tiles:
-        levels = known.of(tile)
+        levels = levels_of_tiles.of(tile)
         factor = levels.factor * LOG2_E
         query, key = tile.rows_of(q[..., : levels.rank]), tile.cols_of(k[..., : levels.rank])
-        found = tile.rows_of(best).clone()
+        maxima = tile.rows_of(best).clone()
         for grid in _grid(tile, width, levels.budget):
             for line in grid:
                 batch, rows = line[0].batch, line[0].rows
-                here, best_here = query[batch, rows] * factor, found[batch, rows]
+                row_query, row_best = query[batch, rows] * factor, maxima[batch, rows]
                 for chunk in line:
                     hidden = tile.hides(batch, rows, chunk.cols)
                     if hidden is True:
                         continue
-                    shape = here.shape[0], here.shape[1], chunk.cols.stop - chunk.cols.start
-                    scores, other = scratch(*shape), spare(*shape) if levels.is_mixed else None
-                    levels.scores(tile, here, key[batch, chunk.cols], scores, other, rows, chunk.cols)
+                    shape = row_query.shape[0], row_query.shape[1], chunk.cols.stop - chunk.cols.start
+                    scores, spare_scores = scratch(*shape), spare(*shape) if levels.is_mixed else None
+                    levels.scores(tile, row_query, key[batch, chunk.cols], scores, spare_scores, rows, chunk.cols)
                     parameters.add_terms(scores, tile, batch, rows, chunk.cols, hidden)
-                    torch.maximum(best_here, scores.amax(-1, keepdim=True), out=best_here)
-        tile.max_rows(best, found)
+                    torch.maximum(row_best, scores.amax(-1, keepdim=True), out=row_best)
+        tile.max_rows(best, maxima)
     return best.masked_fill_(best == -torch.inf, 0.0)
 
 
@@ -169,9 +169,9 @@ def forward(
     """
     out, total = q.new_zeros((*q.shape[:-1], v.shape[-1])), q.new_zeros((*q.shape[:-1], 1))
     scratch, spare, width = _Scratch(q), _Scratch(q), q.shape[-1] + v.shape[-1]
-    known = KnownLevels(parameters, q, v.shape[-1])
+    levels_of_tiles = KnownLevels(parameters, q, v.shape[-1])
     for tile in tiles:
-        levels = known.of(tile)
+        levels = levels_of_tiles.of(tile)
         rank, value_rank, factor = levels.rank, levels.value_rank, levels.factor * LOG2_E
         query, shift = tile.rows_of(q[..., :rank]), None if offset is None else tile.rows_of(offset)[..., 0]
         key, value = tile.cols_of(k[..., :rank]), tile.cols_of(v[..., :value_rank])
@@ -189,37 +189,37 @@ def forward(
             values = [dense_value[:, chunk.cols] for chunk in grid[0]]
             for line in grid:
                 rows = line[0].rows
-                here, row_total = query[batch, rows] * factor, totals[batch, rows]
-                done: list[Tensor | None] = [None] * len(levels.values)
+                row_query, row_total = query[batch, rows] * factor, totals[batch, rows]
+                products: list[Tensor | None] = [None] * len(levels.values)
                 if shift is not None and in_product:
-                    here, _ = _with_column(here, -shift[batch, rows])
+                    row_query, _ = _with_column(row_query, -shift[batch, rows])
                 for chunk, some_keys, some_values in zip(line, keys, values, strict=True):
                     hidden = tile.hides(batch, rows, chunk.cols)
                     if hidden is True:
                         continue
-                    shape = here.shape[0], here.shape[1], some_keys.shape[1]
-                    scores, other = scratch(*shape), spare(*shape) if levels.is_mixed else None
-                    levels.scores(tile, here, some_keys, scores, other, rows, chunk.cols)
+                    shape = row_query.shape[0], row_query.shape[1], some_keys.shape[1]
+                    scores, spare_scores = scratch(*shape), spare(*shape) if levels.is_mixed else None
+                    levels.scores(tile, row_query, some_keys, scores, spare_scores, rows, chunk.cols)
                     offset_here = None if shift is None or in_product else shift[batch, rows, None]
                     parameters.add_terms(scores, tile, batch, rows, chunk.cols, hidden, offset_here)
                     scores.exp2_()
                     row_total.add_(scores.sum(-1, keepdim=True))
-                    without = dropped.of(chunk)
-                    if without is not None:
-                        scores.masked_fill_(without, 0.0)
-                    for n, part in levels.value_parts:
+                    is_dropped = dropped.of(chunk)
+                    if is_dropped is not None:
+                        scores.masked_fill_(is_dropped, 0.0)
+                    for n, dims in levels.value_slices:
                         if n:
                             scores.mul_(levels.tables(tile, rows, chunk.cols)[0][n - 1])
-                        done[n] = product(scores, some_values[..., part], done[n])
-                for part, found in zip(levels.values, done, strict=True):
-                    if found is not None:
-                        sums[batch, rows, part].add_(found)
+                        products[n] = product(scores, some_values[..., dims], products[n])
+                for dims, dims_product in zip(levels.values, products, strict=True):
+                    if dims_product is not None:
+                        sums[batch, rows, dims].add_(dims_product)
         tile.write_rows(out[..., :value_rank], sums)
         tile.write_rows(total, totals)
     empty = total == 0
     out.div_(total.masked_fill_(empty, 1.0))
     if parameters.dropout is not None:
-        out.div_(parameters.dropout.kept)
+        out.div_(parameters.dropout.keep_probability)
     lse = total.log_()
     if offset is not None:
         lse.add_(offset, alpha=math.log(2))
@@ -257,12 +257,12 @@ def backward(
     # make NaN.
     offset = lse.masked_fill(lse == -torch.inf, torch.finfo(lse.dtype).max / 4)[..., None] * LOG2_E
     if parameters.dropout is not None:
-        grad_out = grad_out / parameters.dropout.kept  # of the weights that are kept
-    weights, others, slopes, spares = _Scratch(q), _Scratch(q), _Scratch(q), _Scratch(q)
+        grad_out = grad_out / parameters.dropout.keep_probability  # of the weights that are kept
+    weights, changes, slopes, spares = _Scratch(q), _Scratch(q), _Scratch(q), _Scratch(q)
     width = q.shape[-1] + v.shape[-1]
-    known = KnownLevels(parameters, q, v.shape[-1])
+    levels_of_tiles = KnownLevels(parameters, q, v.shape[-1])
     for tile in tiles:
-        levels = known.of(tile)
+        levels = levels_of_tiles.of(tile)
         rank, value_rank, factor = levels.rank, levels.value_rank, levels.factor
         all_query, all_key = tile.rows_of(q[..., :rank]), tile.cols_of(k[..., :rank])
         all_value, all_outward = tile.cols_of(v[..., :value_rank]), tile.rows_of(grad_out[..., :value_rank])
@@ -281,15 +281,15 @@ def backward(
                 outward_1, outward = _with_column(outward, drop[batch])
             for line in zip(*grid, strict=True):  # the chunks of one span of columns
                 cols = line[0].cols
-                key_done: list[Tensor | None] = [None] * len(levels.features)
-                value_done: list[Tensor | None] = [None] * len(levels.values)
+                key_products: list[Tensor | None] = [None] * len(levels.features)
+                value_products: list[Tensor | None] = [None] * len(levels.values)
                 for chunk in line:
                     rows = chunk.rows
                     hidden = tile.hides(batch, rows, cols)
                     if hidden is True:
                         continue
                     shape = tuple(s.stop - s.start for s in (batch, rows, cols))
-                    weight, change = weights(*shape), others(*shape)
+                    weight, change = weights(*shape), changes(*shape)
                     slope = slopes(*shape) if parameters.has_slope else None
                     spare = spares(*shape) if levels.is_mixed else None
                     masks, scale = levels.tables(tile, rows, cols) if levels.is_mixed else ([], None)
@@ -304,17 +304,17 @@ def backward(
                     ):  # far from 0 a log-sum-exp is rounded, and no weight is above 1
                         weight.clamp_(max=0.0)
                     weight.exp2_()
-                    without = dropped.of(chunk)
-                    kept = weight if without is None else change.copy_(weight).masked_fill_(without, 0.0)
-                    for n, part in levels.value_parts:
-                        masked = torch.mul(kept, masks[n - 1], out=spare) if n else kept
-                        value_done[n] = product(masked.mT, outward[:, rows, part], value_done[n])
-                    if without is None and spare is None:
+                    is_dropped = dropped.of(chunk)
+                    kept_weight = weight if is_dropped is None else change.copy_(weight).masked_fill_(is_dropped, 0.0)
+                    for n, dims in levels.value_slices:
+                        masked = torch.mul(kept_weight, masks[n - 1], out=spare) if n else kept_weight
+                        value_products[n] = product(masked.mT, outward[:, rows, dims], value_products[n])
+                    if is_dropped is None and spare is None:
                         torch.bmm(outward_1[:, rows], value_1[:, cols].mT, out=change)
                     else:
                         masked_products(outward[:, rows], value[:, cols], levels.values, masks, change, spare)
-                        if without is not None:
-                            change.masked_fill_(without, 0.0)
+                        if is_dropped is not None:
+                            change.masked_fill_(is_dropped, 0.0)
                         change.add_(drop[batch, rows, None])
                     change.mul_(weight)
                     if grad_bias is not None:
@@ -323,18 +323,18 @@ def backward(
                         change.mul_(slope)
                     if scale is not None:
                         change.mul_(scale)
-                    for n, part in enumerate(levels.features):
+                    for n, dims in enumerate(levels.features):
                         if n:
                             change.mul_(masks[n - 1])
-                        row_grad[batch, rows, part].add_(product(change, key[:, cols, part], None).mul_(factor[part]))
-                        key_done[n] = product(change.mT, query[:, rows, part], key_done[n])
-                for grad, parts, found in (
-                    (key_grad, levels.features, key_done),
-                    (value_grad, levels.values, value_done),
+                        row_grad[batch, rows, dims].add_(product(change, key[:, cols, dims], None).mul_(factor[dims]))
+                        key_products[n] = product(change.mT, query[:, rows, dims], key_products[n])
+                for grad, slices, products in (
+                    (key_grad, levels.features, key_products),
+                    (value_grad, levels.values, value_products),
                 ):
-                    for part, x in zip(parts, found, strict=True):
+                    for dims, x in zip(slices, products, strict=True):
                         if x is not None:
-                            grad[batch, cols, part].add_(x)
+                            grad[batch, cols, dims].add_(x)
         tile.write_rows(grad_q[..., :rank], row_grad)
         tile.write_cols(grad_k[..., :rank], key_grad)
         tile.write_cols(grad_v[..., :value_rank], value_grad)

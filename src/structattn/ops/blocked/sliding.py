@@ -40,20 +40,20 @@ class SlidingGeometry(Geometry):
                 levels = sorted(
                     bands.levels(max(low, self.first_query - self.num_keys + 1), min(high, self.num_keys - 1))
                 )
-                seen = [level for level in levels if level]
-                is_mixed = size * (len(seen) - 1) > _MIXED
+                visible_levels = [level for level in levels if level]
+                is_mixed = size * (len(visible_levels) - 1) > _MIXED
                 # What is kept has no part that would be divided: only so do parities tell which parts are
                 # there.
-                if is_mixed or (seen and levels[0] == 0 and size > self.tile):
+                if is_mixed or (visible_levels and levels[0] == 0 and size > self.tile):
                     # Square t of the queries against t - m becomes 2 t and 2 t + 1 against 2 (t - m) and 2 (t
                     # - m) + 1.
                     divided[2 * m] |= {0, 1}
                     divided[2 * m + 1].add(1)
                     divided[2 * m - 1].add(0)
-                elif seen:
+                elif visible_levels:
                     for parity in (None,) if len(parities) == 2 else parities:
                         for rows, cols in self._squares(size, m, parity):
-                            yield Block(rows, cols, seen[0], tuple(seen[1:]))
+                            yield Block(rows, cols, visible_levels[0], tuple(visible_levels[1:]))
             squares, size = divided, size // 2
 
     def _squares(self, size: int, distance: int, parity: int | None) -> Iterator[tuple[SpanFamily, SpanFamily]]:
@@ -65,15 +65,15 @@ class SlidingGeometry(Geometry):
         step = 1
         if parity is not None:
             numbers, step = range(numbers.start + (parity - numbers.start) % 2, numbers.stop, 2), 2
-        whole: list[int] = []
+        squares: list[int] = []
         for t in numbers:
             start, first = t * size, (t - distance) * size
             low, high = max(start, self.first_query), min(start + size, self.num_keys)
             stop = min(first + size, self.num_keys)
             if high - low == stop - first == size:
-                whole.append(t)
+                squares.append(t)
             else:
                 yield SpanFamily(low, high - low), SpanFamily(first, stop - first)
-        if whole:
-            dims = ((len(whole), step * size),) if len(whole) > 1 else ()
-            yield SpanFamily(whole[0] * size, size, dims), SpanFamily((whole[0] - distance) * size, size, dims)
+        if squares:
+            dims = ((len(squares), step * size),) if len(squares) > 1 else ()
+            yield SpanFamily(squares[0] * size, size, dims), SpanFamily((squares[0] - distance) * size, size, dims)

@@ -82,8 +82,8 @@ class SpanTiles:
             start = position // size * size
             return start, start + size
         starts = self._starts(sequence, level)
-        after = bisect_right(starts, position)
-        return starts[after - 1] if after else position, starts[after] if after < len(starts) else sequence.end_key
+        index = bisect_right(starts, position)
+        return starts[index - 1] if index else position, starts[index] if index < len(starts) else sequence.end_key
 
     def _starts(self, sequence: SequenceSpan, level: int) -> tuple[int, ...]:
         """Where the segments of a free partition start."""
@@ -98,7 +98,7 @@ class SpanTiles:
         if self.layout.windows is not None:
             return [low]
         cuts = {low, 0} if low < 0 < end else {low}
-        found = cuts
+        ends = cuts
         for level in range(2, self.layout.num_levels + 1):
             if self.layout.boundaries is None:
                 size = self.layout.block_sizes[level - 1]
@@ -109,8 +109,8 @@ class SpanTiles:
                 starts = {start for start in self._starts(sequence, level) if low < start < end}
                 if starts and (end - low) / len(starts) < SPAN // 2:
                     break
-            found = cuts | starts
-        return sorted(found)
+            ends = cuts | starts
+        return sorted(ends)
 
     def _ranges(self, sequence: SequenceSpan, first: int, last: int) -> Iterator[_Range]:
         """The keys of one sequence around its queries first ... last."""
@@ -192,8 +192,8 @@ class SpanTile(Tile):
         return x[self._heads(), self._keys]
 
     def max_rows(self, x: Tensor, value: Tensor) -> None:
-        there = self.rows_of(x)
-        there.copy_(torch.maximum(there, value))
+        target = self.rows_of(x)
+        target.copy_(torch.maximum(target, value))
 
     def hides(self, batch: slice, rows: slice, cols: slice) -> Tensor | bool:
         tiles = self.tiles
@@ -251,15 +251,15 @@ class SpanTile(Tile):
 
     def bias_of(self, bias: Tensor, batch: slice, rows: slice, cols: slice) -> Tensor:
         """As ``Tile``; the bias has 4 dimensions, each 1 or that of (B, H, T, S)."""
-        view, some = self._view(bias, batch, rows, cols)
-        shape = (batch.stop - batch.start, self.tiles.repeats, -(-some.stop // self.tiles.repeats))
+        view, view_rows = self._view(bias, batch, rows, cols)
+        shape = (batch.stop - batch.start, self.tiles.repeats, -(-view_rows.stop // self.tiles.repeats))
         view = view.expand(*shape, cols.stop - cols.start)
-        return view.transpose(1, 2).flatten(1, 2)[:, some]
+        return view.transpose(1, 2).flatten(1, 2)[:, view_rows]
 
     def add_bias(self, bias: Tensor, batch: slice, rows: slice, cols: slice, value: Tensor) -> None:
-        view, some = self._view(bias, batch, rows, cols)
+        view, view_rows = self._view(bias, batch, rows, cols)
         repeats = self.tiles.repeats
-        count = -(-some.stop // repeats)
-        whole = value.new_zeros((value.shape[0], count * repeats, value.shape[2]))
-        whole[:, some] = value
-        view.add_(whole.unflatten(1, (count, repeats)).transpose(1, 2).sum_to_size(view.shape))
+        count = -(-view_rows.stop // repeats)
+        padded = value.new_zeros((value.shape[0], count * repeats, value.shape[2]))
+        padded[:, view_rows] = value
+        view.add_(padded.unflatten(1, (count, repeats)).transpose(1, 2).sum_to_size(view.shape))

@@ -26,7 +26,8 @@ LOG2_E = math.log2(math.e)
 # A bound of |score| in units of log 2: 2^80 times any length is far from the end of float32, and so is 2^-80.
 _SMALL = 80.0
 # How far, in powers of 2, sums and single products stay from the ends of the exponents of their dtype.
-_ROOM_ABOVE, _ROOM_BELOW = 8, 28
+_ROOM_ABOVE = 8
+_ROOM_BELOW = 28
 
 
 class Tile(ABC):
@@ -178,7 +179,7 @@ class ScoreParameters:
         if isinstance(hidden, Tensor):
             scores.masked_fill_(hidden, -torch.inf)
 
-    def _most(self, v: Tensor) -> float:
+    def _largest_safe_score(self, v: Tensor) -> float:
         """The largest |score|, in units of log 2, whose exponential times any value, or sum of them, its
         dtype holds.
 
@@ -214,14 +215,14 @@ class ScoreParameters:
         Cost: one or two passes over q and k and one over v, and waiting for a GPU.
         """
         per_level, per_count = self.layout.score_factors(self.terms.scale)
-        most = self._most(v)
-        if self.terms.softcap is not None and self.terms.softcap * LOG2_E <= most:
+        limit = self._largest_safe_score(v)
+        if self.terms.softcap is not None and self.terms.softcap * LOG2_E <= limit:
             return True
         # Squares of numbers below 2^-63 vanish in float32: so much may be missing from a norm.
-        missing = math.sqrt(q.shape[-1]) * 2.0**-62
-        norms = [float(torch.linalg.vector_norm(x, dim=-1).amax()) + missing for x in (q, k)]
+        norm_error = math.sqrt(q.shape[-1]) * 2.0**-62
+        norms = [float(torch.linalg.vector_norm(x, dim=-1).amax()) + norm_error for x in (q, k)]
         factor = max(map(abs, per_level)) * max(map(abs, per_count)) * LOG2_E
-        if norms[0] * norms[1] * factor <= most:
+        if norms[0] * norms[1] * factor <= limit:
             return True
         largest = []
         for x, factors in ((q, per_level), (k, (1.0,) * len(per_level))):
@@ -232,21 +233,21 @@ class ScoreParameters:
             chunks = x.flatten(0, -2).split(max(1, self.budget // x.shape[-1]))
             largest.append(torch.stack([(prefixes @ chunk.square().T).amax(1) for chunk in chunks]).amax(0))
         bounds = (
-            (a + missing) * (b + missing) * abs(c)
+            (a + norm_error) * (b + norm_error) * abs(c)
             for a, b, c in zip(*(x.sqrt().tolist() for x in largest), per_count, strict=True)
         )
-        return all(bound * LOG2_E <= most for bound in bounds)
+        return all(bound * LOG2_E <= limit for bound in bounds)
 
 
-def product(weights: Tensor, x: Tensor, done: Tensor | None) -> Tensor:
-    """Adds weights @ x to ``done``; (batch, rows, d).
+def product(weights: Tensor, x: Tensor, total: Tensor | None) -> Tensor:
+    """Adds weights @ x to ``total``; (batch, rows, d).
 
     On a CPU few rows times many columns are 3 times as fast, at d = 8, as many rows times few columns: a
     narrow product is taken transposed, and so is its memory.
     """
     if x.shape[2] >= 48:
-        return torch.bmm(weights, x) if done is None else done.baddbmm_(weights, x)
-    return torch.bmm(x.mT, weights.mT).mT if done is None else done.mT.baddbmm_(x.mT, weights.mT).mT
+        return torch.bmm(weights, x) if total is None else total.baddbmm_(weights, x)
+    return torch.bmm(x.mT, weights.mT).mT if total is None else total.mT.baddbmm_(x.mT, weights.mT).mT
 
 
 class TileLevels:
@@ -255,7 +256,7 @@ class TileLevels:
     Attributes:
         features, values: the dimensions of keys and of values that all pairs have, then those of each deeper
             level; of values they may be none.
-        value_parts: those of the values that have dimensions, numbered as the levels.
+        value_slices: those of the values that have dimensions, numbered as the levels.
         rank, value_rank: the dimensions of keys and of values that any pair has.
         factor: of the queries, in natural units, for pairs that share the fewest levels.
         is_mixed: whether pairs share different numbers of levels.
@@ -266,7 +267,7 @@ class TileLevels:
         self._levels, self._like = levels, like
         self.features = _slices([parameters.rank(n) for n in levels])
         self.values = _slices([parameters.value_rank(n, value_dim) for n in levels])
-        self.value_parts = [(n, part) for n, part in enumerate(self.values) if part.start < part.stop]
+        self.value_slices = [(n, dims) for n, dims in enumerate(self.values) if dims.start < dims.stop]
         self.rank, self.value_rank = self.features[-1].stop, self.values[-1].stop
         self.factor = parameters.factor(levels[0], levels[-1], like)
         self.is_mixed = len(levels) > 1
@@ -309,28 +310,28 @@ class KnownLevels:
 
     def __init__(self, parameters: ScoreParameters, like: Tensor, value_dim: int) -> None:
         self._arguments = parameters, like, value_dim
-        self._found: dict[tuple[int, ...], TileLevels] = {}
+        self._by_numbers: dict[tuple[int, ...], TileLevels] = {}
 
     def of(self, tile: Tile) -> TileLevels:
         """Those of a tile."""
         levels = (tile.level, *tile.deeper)
-        if levels not in self._found:
-            self._found[levels] = TileLevels(levels, *self._arguments)
-        return self._found[levels]
+        if levels not in self._by_numbers:
+            self._by_numbers[levels] = TileLevels(levels, *self._arguments)
+        return self._by_numbers[levels]
 
 
 def masked_products(
-    a: Tensor, b: Tensor, parts: Sequence[slice], masks: Sequence[Tensor], out: Tensor, spare: Tensor | None
+    a: Tensor, b: Tensor, slices: Sequence[slice], masks: Sequence[Tensor], out: Tensor, spare: Tensor | None
 ) -> None:
-    """A_0 B_0^T + sum of M_n * (A_n B_n^T) over the parts of the last dimension, into ``out``."""
-    if not masks:  # which may have one more column than the parts say
+    """A_0 B_0^T + sum of M_n * (A_n B_n^T) over the slices of the last dimension, into ``out``."""
+    if not masks:  # which may have one more column than the slices say
         torch.bmm(a, b.mT, out=out)
         return
     assert spare is not None
-    torch.bmm(a[..., parts[0]], b[..., parts[0]].mT, out=out)
-    for part, mask in zip(parts[1:], masks, strict=True):
-        if part.start < part.stop:
-            torch.bmm(a[..., part], b[..., part].mT, out=spare)
+    torch.bmm(a[..., slices[0]], b[..., slices[0]].mT, out=out)
+    for dims, mask in zip(slices[1:], masks, strict=True):
+        if dims.start < dims.stop:
+            torch.bmm(a[..., dims], b[..., dims].mT, out=spare)
             out.addcmul_(spare, mask)
 
 

@@ -20,7 +20,9 @@ _TILES = (16, 32, 64, 128)
 _DEVICE_TILE = 32  # on other devices nothing was measured
 # Operations of a call, of a block, and of each further number of levels in a block: forward passes of 16 to
 # 512 positions, one core of an Intel Xeon.
-_CALL, _BLOCK, _LEVEL = 40, 32, 6
+_CALL = 40
+_BLOCK = 32
+_LEVEL = 6
 
 
 def geometry(
@@ -55,10 +57,10 @@ def cheapest(
         value_dim: V.
         per_unit: what a unit of work costs.
     """
-    found = [geometry(layout, num_queries, num_keys, is_causal, window, tile) for tile in _TILES]
-    times = [work(one, sequences, repeats, value_dim).time(per_unit) for one in found]
-    least = min(range(len(found)), key=times.__getitem__)
-    return found[least], times[least]
+    candidates = [geometry(layout, num_queries, num_keys, is_causal, window, tile) for tile in _TILES]
+    times = [work(candidate, sequences, repeats, value_dim).time(per_unit) for candidate in candidates]
+    least = min(range(len(candidates)), key=times.__getitem__)
+    return candidates[least], times[least]
 
 
 def work(geometry: Geometry, sequences: int, repeats: int, value_dim: int) -> Work:
@@ -70,17 +72,17 @@ def work(geometry: Geometry, sequences: int, repeats: int, value_dim: int) -> Wo
 
 
 def _of_block(geometry: Geometry, block: Block, sequences: int, repeats: int, value_dim: int) -> Work:
-    layout, more = geometry.layout, len(block.deeper)
-    deepest = block.deeper[-1] if more else block.level
+    layout, num_deeper = geometry.layout, len(block.deeper)
+    deepest = block.deeper[-1] if num_deeper else block.level
     values = value_dim if layout.value_ranks is None else sum(layout.value_ranks[:deepest])
-    masked = 0 if layout.value_ranks is None else more
+    masked = 0 if layout.value_ranks is None else num_deeper
     count = sequences * block.rows.count
     scores = count * block.rows.length * repeats * block.cols.length
     hides = geometry.hides(block, slice(0, block.rows.length), slice(0, block.cols.length))
     return Work(
         product=scores * (sum(layout.ranks[:deepest]) + values),
-        score=scores * (2 + (hides is None) + 3 * more + masked),
+        score=scores * (2 + (hides is None) + 3 * num_deeper + masked),
         weight=scores,
-        operation=_BLOCK + _LEVEL * (more + masked),
-        matrix=count * (2 + more + masked),
+        operation=_BLOCK + _LEVEL * (num_deeper + masked),
+        matrix=count * (2 + num_deeper + masked),
     )

@@ -46,7 +46,7 @@ def _intervals(layout: LevelLayout, first: int, count: int, is_causal: bool, win
     low, high = torch.zeros_like(i), torch.full_like(i, _END)
     if is_causal:
         high = i + 1
-    found = []
+    limits = []
     for level in range(layout.num_levels):
         reach = layout.window_of(level + 1, window)
         if reach is not None:
@@ -56,11 +56,11 @@ def _intervals(layout: LevelLayout, first: int, count: int, is_causal: bool, win
             low, high = torch.maximum(low, start), torch.minimum(high, start + layout.block_sizes[level])
         high = high.clamp(min=layout.sink_tokens)
         low = torch.minimum(low.clamp(min=layout.sink_tokens), high)
-        found.append(torch.stack([low, high]))
+        limits.append(torch.stack([low, high]))
     if layout.sink_tokens:
         end = i + 1 if is_causal else torch.full_like(i, layout.sink_tokens)
-        found.append(torch.stack([torch.zeros_like(i), end.clamp(0, layout.sink_tokens)]))
-    return torch.stack(found, 1).int()
+        limits.append(torch.stack([torch.zeros_like(i), end.clamp(0, layout.sink_tokens)]))
+    return torch.stack(limits, 1).int()
 
 
 _Arguments = tuple[Tensor, tuple[int, ...], tuple[int, ...], tuple[float, ...], tuple[float, ...], Tensor, int]
@@ -192,7 +192,7 @@ def backward(
     delta = (outward * out).sum(-1, dtype=dtype)
     if grad_lse is not None:
         delta -= grad_lse
-    found = torch.ops.structattn_native.backward(
+    gradients = torch.ops.structattn_native.backward(
         outward,
         query,
         key,
@@ -202,5 +202,5 @@ def backward(
         *_arguments(q, k, v, call),
         *_terms(q, k, call, dtype),
     )
-    dq, dk, dv = (x.to(like.dtype) for x, like in zip(found, (q, k, v), strict=True))
+    dq, dk, dv = (x.to(like.dtype) for x, like in zip(gradients, (q, k, v), strict=True))
     return dq, dk, dv, None

@@ -20,16 +20,17 @@ import torch
 
 _FOLDER = Path(__file__).parent
 SOURCE = _FOLDER / "attention.cpp"
-_UNFINISHED, _LONGEST_S = (
-    ".tmp-native-",
-    3600.0,
-)  # names of folders in which a build is made, and the longest time of one
+# How the names of folders begin in which a build is made.
+_UNFINISHED = ".tmp-native-"
+# The longest time of a build.
+_LONGEST_S = 3600.0
 _OPTIMIZED = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-std=c++20", "-fPIC", "-shared")
 # The vector instructions that PyTorch itself uses here, by its name for them: a cache that several machines
 # share has a library for each.
 INSTRUCTIONS = {
     "AVX2": ("-mavx2", "-mfma", "-mf16c", "-DCPU_CAPABILITY=AVX2", "-DCPU_CAPABILITY_AVX2"),
-    "AVX512": (  # without -DCPU_CAPABILITY_AVX2: the headers would define reductions twice
+    # Without -DCPU_CAPABILITY_AVX2: the headers would define reductions twice.
+    "AVX512": (
         *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"),
         *("-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512"),
     ),
@@ -77,10 +78,10 @@ def compile_to(path: Path) -> None:
             f"the C++ code cannot be built: there is no compiler {compiler!r}; install g++ or clang, or name one in CXX"
         )
 
-    def failed(status: int, said: str) -> CompilationError:
+    def failed(status: int, output: str) -> CompilationError:
         ended = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
         wrote = "" if status else " and wrote no library"
-        words = f"It said: {said.strip()[-2000:]}" if said.strip() else "It said nothing"
+        words = f"It said: {output.strip()[-2000:]}" if output.strip() else "It said nothing"
         return CompilationError(
             f"the C++ code cannot be built: the compiler {compiler} {ended}{wrote}; name another in CXX, such as g++ "
             f"12 or later. {words}"
@@ -89,22 +90,22 @@ def compile_to(path: Path) -> None:
     home = Path(torch.__file__).parent
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        for left in path.parent.glob(f"{_UNFINISHED}*"):  # by a build that was ended
-            if time.time() - left.stat().st_mtime > _LONGEST_S:
-                shutil.rmtree(left, ignore_errors=True)
+        for unfinished in path.parent.glob(f"{_UNFINISHED}*"):  # by a build that was ended
+            if time.time() - unfinished.stat().st_mtime > _LONGEST_S:
+                shutil.rmtree(unfinished, ignore_errors=True)
         # Another process may build at the same time.
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=_UNFINISHED) as folder:
-            made = Path(folder) / path.name
+            library = Path(folder) / path.name
             links = [f"-L{home / 'lib'}", "-lc10", "-ltorch_cpu"]
-            done = subprocess.run(
-                [compiler, *flags(), f"-I{home / 'include'}", str(SOURCE), "-o", str(made), *links],
+            process = subprocess.run(
+                [compiler, *flags(), f"-I{home / 'include'}", str(SOURCE), "-o", str(library), *links],
                 check=False,
                 capture_output=True,
                 text=True,
                 errors="replace",
             )
-            if done.returncode or not made.exists():
-                raise failed(done.returncode, done.stderr or done.stdout)
-            made.replace(path)
+            if process.returncode or not library.exists():
+                raise failed(process.returncode, process.stderr or process.stdout)
+            library.replace(path)
     except OSError as error:
         raise CompilationError(f"the C++ code cannot be kept in {path.parent}: {error}") from error

@@ -137,8 +137,8 @@ def _grid(
         num_queries, num_keys = (x.diff() for x in packed)
         firsts = torch.zeros_like(num_keys) if own_is_key else num_keys - num_queries
         # Rows that do not begin where a block does touch one more.
-        most = (stop - first) // plan.anchor + len(num_keys) * (1 if packed[0] is packed[1] or own_is_key else 2)
-        return most * plan.per_anchor, 0, _tile_map(plan, most * plan.per_anchor, firsts, num_keys)
+        max_anchors = (stop - first) // plan.anchor + len(num_keys) * (1 if packed[0] is packed[1] or own_is_key else 2)
+        return max_anchors * plan.per_anchor, 0, _tile_map(plan, max_anchors * plan.per_anchor, firsts, num_keys)
     first_block = first // plan.anchor
     return ((stop - 1) // plan.anchor - first_block + 1) * plan.per_anchor, first_block, None
 
@@ -217,7 +217,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, config: KernelConfig | 
     """
     if call.layout.sink_tokens:
         sinks = SinkTokens(q, k, v, call)
-        return sinks.add(*forward(q, k, v, sinks.others, config))
+        return sinks.add(*forward(q, k, v, sinks.remaining_call, config))
     q, k, v = _rows(q), _rows(k), _rows(v)
     packed = _packed(q, call)
     of_queries, of_keys = (None, None) if packed is None else packed
@@ -229,8 +229,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, config: KernelConfig | 
     if not q.numel() or not k.numel():
         return out.zero_(), lse.fill_(-torch.inf)
     with _on(q):
-        few = num_queries <= min(_DECODE_QUERIES, num_keys)
-        if few and num_keys >= config.decode_keys and packed is None:
+        has_few_queries = num_queries <= min(_DECODE_QUERIES, num_keys)
+        if has_few_queries and num_keys >= config.decode_keys and packed is None:
             _decode(q, k, v, out, lse, call, config)
             return out, lse
         mask, *mask_strides = _mask(q, k, call)
@@ -278,7 +278,7 @@ def backward(
         sinks = SinkTokens(q, k, v, call)
         delta = (grad_out.float() * out.float()).sum(-1)
         delta = delta if grad_lse is None else delta - grad_lse
-        grads = backward(grad_out, grad_lse, q, k, v, out, lse, sinks.others, config)
+        grads = backward(grad_out, grad_lse, q, k, v, out, lse, sinks.remaining_call, config)
         return sinks.add_gradients(grad_out, delta, lse, grads)
     grad_out, q, k, v, out = _rows(grad_out.to(q.dtype)), _rows(q), _rows(k), _rows(v), _rows(out)
     packed = _packed(q, call)

@@ -39,8 +39,6 @@ from structattn.ops.triton.plan import (
 from structattn.ops.triton.primitives import (
     add_fine,
     add_weighted,
-    after,
-    before,
     clear_from,
     column_scale,
     fine_factor,
@@ -50,6 +48,8 @@ from structattn.ops.triton.primitives import (
     own_tile,
     pick,
     product_of,
+    range_after,
+    range_before,
     reach,
     shown_pairs,
     sliding_range,
@@ -79,9 +79,11 @@ def row_kernel(
     for start in range(0, value_dim, WIDTH):
         column = start + tl.arange(0, WIDTH)
         inside = valid[:, None] & (column < value_dim)[None, :]
-        one = grad_out + batch * grad_out_batch + head * grad_out_head + row[:, None] * grad_out_row + column[None, :]
-        two = out + batch * out_batch + head * out_head + row[:, None] * out_row + column[None, :]
-        product = tl.load(one, mask=inside, other=0.0).to(tl.float32) * tl.load(two, mask=inside, other=0.0)
+        grad_at = (
+            grad_out + batch * grad_out_batch + head * grad_out_head + row[:, None] * grad_out_row + column[None, :]
+        )
+        out_at = out + batch * out_batch + head * out_head + row[:, None] * out_row + column[None, :]
+        product = tl.load(grad_at, mask=inside, other=0.0).to(tl.float32) * tl.load(out_at, mask=inside, other=0.0)
         total += tl.sum(product, 1)
     log_sum = tl.load(lse + place, mask=valid, other=0.0)
     if HAS_GRAD_LSE:
@@ -312,7 +314,7 @@ def gradient_kernel(
                         )  # fmt: skip
                 else:
                     if not (IS_CAUSAL and OWN_IS_KEY):
-                        start, stop = before(level, first, middle_low, low, high, PLAN)
+                        start, stop = range_before(level, first, middle_low, low, high, PLAN)
                         sums, value_sums = accumulate(
                             sums, value_sums, own, other, own_base, own_delta, position, key, value,
                             base + step * num_queries, delta + step * num_queries, walk_key_row, walk_value_row,
@@ -321,7 +323,7 @@ def gradient_kernel(
                             MASKED, False, HAS_WINDOW, False,
                         )  # fmt: skip
                     if OWN_IS_KEY or not IS_CAUSAL:
-                        start, stop = after(level, first, middle_high, low, high, PLAN)
+                        start, stop = range_after(level, first, middle_high, low, high, PLAN)
                         sums, value_sums = accumulate(
                             sums, value_sums, own, other, own_base, own_delta, position, key, value,
                             base + step * num_queries, delta + step * num_queries, walk_key_row, walk_value_row,

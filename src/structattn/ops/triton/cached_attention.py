@@ -203,7 +203,7 @@ def decode(
     if num_splits is None:
         num_splits = num_splits_for(programs, math.ceil((max_count or capacities[0]) / tiles.walk))
     per_level, per_count = factors
-    known = tuple(_ALIGNMENT if multiple % _ALIGNMENT == 0 else 1 for multiple in multiples or (1,) * len(keys))
+    key_multiples = tuple(_ALIGNMENT if multiple % _ALIGNMENT == 0 else 1 for multiple in multiples or (1,) * len(keys))
     num_rows = batch * num_heads * num_queries
     slopes = None if slopes is None else slopes.float().expand(batch, num_heads).contiguous()
     out = torch.empty((batch, num_heads, num_queries, value_dim), dtype=q.dtype, device=q.device)
@@ -220,7 +220,7 @@ def decode(
             value_dim,
             RANKS=ranks, VALUE_RANKS=value_ranks, SCALES=tuple(per_level),
             FACTORS=tuple(factor / math.log(2) for factor in per_count),
-            ALIGNS=tuple(_ALIGNMENT if slots % _ALIGNMENT == 0 else 1 for slots in capacities), MULTIPLES=known,
+            ALIGNS=tuple(_ALIGNMENT if slots % _ALIGNMENT == 0 else 1 for slots in capacities), MULTIPLES=key_multiples,
             RINGS=tuple(rings), OWN=tiles.own, WALK=tiles.walk,
             SOFTCAP=0.0 if softcap is None else softcap / math.log(2), **tiles.options,
         )  # fmt: skip

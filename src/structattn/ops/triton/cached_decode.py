@@ -18,7 +18,7 @@ from structattn.ops.triton.primitives import shown_pairs, soft_tanh, with_alibi
 
 
 @triton.constexpr_function
-def before(sizes, level):
+def slice_start(sizes, level):
     """Where the slice of a level begins."""
     return sum(sizes[:level])
 
@@ -158,7 +158,7 @@ def cached_kernel(
         key_places = key_places + (keys[n] + batch * key_strides[n][0] + key_head * key_strides[n][1],)
         key_rows = key_rows + (key_strides[n][2],)
         column = tl.arange(0, padded(item(RANKS, n)))
-        place = q + batch * q_batch + head * q_head + query.to(tl.int64) * q_row + before(RANKS, n)
+        place = q + batch * q_batch + head * q_head + query.to(tl.int64) * q_row + slice_start(RANKS, n)
         kept = row_valid[:, None] & (column < item(RANKS, n))[None, :]
         queries = queries + (tl.load(place[:, None] + column[None, :], mask=kept, other=0.0),)
     value_places, value_rows, sums = (), (), ()
@@ -213,7 +213,7 @@ def cached_kernel(
     line = split.to(tl.int64) * num_rows + (batch * num_units * unit + head) * num_queries + query
     for n in tl.static_range(count(VALUE_RANKS)):
         column = tl.arange(0, padded(item(VALUE_RANKS, n)))
-        place = partial + (line * value_dim + before(VALUE_RANKS, n))[:, None] + column[None, :]
+        place = partial + (line * value_dim + slice_start(VALUE_RANKS, n))[:, None] + column[None, :]
         kept = row_valid[:, None] & (column < item(VALUE_RANKS, n))[None, :]
         tl.store(place, sums[n] / total[:, None], mask=kept)
     tl.store(partial_lse + line, tl.where(empty, float("-inf"), top + tl.log2(total)), mask=row_valid)

@@ -185,14 +185,19 @@ def _config_for(
     if INTERPRETED:
         tiny = Tiles(own=16, walk=16)
         return KernelConfig(forward=tiny, grad_queries=tiny, grad_keys=tiny, decode=tiny)
-    size, most = dtype.itemsize, max(layout.head_dim, value_dim)
-    rule = next((config for itemsize, dim, config in _CONFIGS if itemsize == size and most <= dim), None)
+    size, larger_dim = dtype.itemsize, max(layout.head_dim, value_dim)
+    rule = next((config for itemsize, dim, config in _CONFIGS if itemsize == size and larger_dim <= dim), None)
     if rule is None:
         return None
-    found: dict[str, Tiles] = {}
+    tiles: dict[str, Tiles] = {}
     for name in ("forward", "grad_queries", "grad_keys", "decode"):
         searched = table.find(
-            name, capability, itemsize=size, dim=most, levels=layout.num_levels, values=layout.value_ranks is not None
+            name,
+            capability,
+            itemsize=size,
+            dim=larger_dim,
+            levels=layout.num_levels,
+            values=layout.value_ranks is not None,
         )
         fitted = _fitted(
             getattr(rule, name) if searched is None else searched,
@@ -205,5 +210,5 @@ def _config_for(
         )
         if fitted is None:
             return None
-        found[name] = fitted
-    return replace(rule, **found)  # type: ignore[arg-type]
+        tiles[name] = fitted
+    return replace(rule, **tiles)  # type: ignore[arg-type]

@@ -29,8 +29,6 @@ from structattn.ops.triton.plan import (
 from structattn.ops.triton.primitives import (
     add_fine,
     add_weighted,
-    after,
-    before,
     clear_from,
     fine_factor,
     load_own,
@@ -39,6 +37,8 @@ from structattn.ops.triton.primitives import (
     own_tile,
     pick,
     product_of,
+    range_after,
+    range_before,
     reach,
     shown_pairs,
     sliding_range,
@@ -144,10 +144,10 @@ def walk_keys(
             if slides(PLAN):
                 extent = high - low
             else:
-                start, stop = before(level, first, middle_low, low, high, PLAN)
+                start, stop = range_before(level, first, middle_low, low, high, PLAN)
                 extent = stop - start
                 if AFTER:
-                    start_after, stop_after = after(level, first, middle_high, low, high, PLAN)
+                    start_after, stop_after = range_after(level, first, middle_high, low, high, PLAN)
                     extent = tl.maximum(extent, stop_after - start_after)
             own = load_own(
                 query,

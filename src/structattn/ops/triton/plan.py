@@ -119,7 +119,7 @@ def _subtiles(ends: tuple[int, ...], coarse: int) -> tuple[Subtile, ...]:
     return tuple(subtiles)
 
 
-def _used(subtiles: tuple[Subtile, ...], end: int) -> int:
+def _count_used(subtiles: tuple[Subtile, ...], end: int) -> int:
     return sum(subtile[3] == 0 and subtile[0] < end for subtile in subtiles)
 
 
@@ -171,9 +171,11 @@ def make_plan(
     value_subtiles = _subtiles(value_ends, num_coarse if sliced else 1)
     if not sliced:
         value_ends *= len(levels)
-    used = [(_used(key_subtiles, rank_ends[n]), _used(value_subtiles, value_ends[n])) for n in range(num_coarse)]
+    subtile_counts = [
+        (_count_used(key_subtiles, rank_ends[n]), _count_used(value_subtiles, value_ends[n])) for n in range(num_coarse)
+    ]
     groups = []
-    for counts, members in groupby(range(num_coarse), key=lambda n: used[n]):
+    for counts, members in groupby(range(num_coarse), key=lambda n: subtile_counts[n]):
         group = list(members)
         groups.append((group[0], group[-1], *counts))
     return KernelPlan(

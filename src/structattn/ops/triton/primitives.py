@@ -120,7 +120,7 @@ def middle(first, last, PLAN: tl.constexpr, ALIGNED: tl.constexpr, WALK: tl.cons
 
 
 @triton.jit
-def before(level, first, middle_low, low, high, PLAN: tl.constexpr):
+def range_before(level, first, middle_low, low, high, PLAN: tl.constexpr):
     """The positions before the middle that share exactly the coarse levels up to ``level`` with the own
     tile.
     """
@@ -131,7 +131,7 @@ def before(level, first, middle_low, low, high, PLAN: tl.constexpr):
 
 
 @triton.jit
-def after(level, first, middle_high, low, high, PLAN: tl.constexpr):
+def range_after(level, first, middle_high, low, high, PLAN: tl.constexpr):
     """The positions after the middle that share exactly the coarse levels up to ``level`` with the own
     tile.
     """

@@ -19,7 +19,7 @@ class SinkTokens:
         q, k, v, call: as of a backend; there is no padding.
 
     Attributes:
-        others: the call without them.
+        remaining_call: the call without them.
     """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
@@ -50,7 +50,7 @@ class SinkTokens:
         mask = call.terms.attn_mask
         if mask is not None:
             shown = shown & mask.expand(*q.shape[:3], num_keys)[..., index]
-        self.others = replace(call, layout=replace(call.layout, sink_tokens=0)).with_terms(
+        self.remaining_call = replace(call, layout=replace(call.layout, sink_tokens=0)).with_terms(
             attn_mask=~hidden if mask is None else mask & ~hidden
         )
         self._call, self._index, self._shown, self._distance = call, index, shown, distance
@@ -71,7 +71,7 @@ class SinkTokens:
         return x.float().repeat_interleave(self._repeats, dim=1)
 
     def add(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp of all keys from those of ``others``."""
+        """Output and log-sum-exp of all keys from those of ``remaining_call``."""
         score = self._scores(self._q.float(), self._of_heads(self._k))
         joined = torch.logaddexp(lse, score.logsumexp(-1))
         shift = joined.masked_fill(joined == -torch.inf, 0.0)[..., None]
@@ -81,7 +81,7 @@ class SinkTokens:
     def add_gradients(
         self, grad_out: Tensor, delta: Tensor, lse: Tensor, grads: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of q, k and v from those of ``others``.
+        """The gradients of q, k and v from those of ``remaining_call``.
 
         Args:
             delta: (B, H, T), the sum of ``grad_out`` times the output of each row, less the gradient of the

@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from structattn.errors import ConfigError
 from structattn.integrations.transformers.calibration.basis import key_basis, value_basis
-from structattn.integrations.transformers.calibration.discovery import AttentionLayer
+from structattn.integrations.transformers.calibration.discovery import FoundAttention
 from structattn.integrations.transformers.calibration.projections import Projections, Rows, find_projections
 from structattn.integrations.transformers.calibration.record import Calibration, LayerCalibration
 from structattn.layout.levels import LevelLayout
@@ -37,7 +37,7 @@ class Absorption:
     def __init__(
         self,
         model: PreTrainedModel,
-        attention: Sequence[AttentionLayer],
+        attention: Sequence[FoundAttention],
         calibration: Calibration,
         layouts: Mapping[int, LevelLayout],
     ) -> None:

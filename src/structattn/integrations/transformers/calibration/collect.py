@@ -20,7 +20,7 @@ from structattn.integrations.transformers.attention.arguments import POSITION_BI
 from structattn.integrations.transformers.attention.call import AttentionCall
 from structattn.integrations.transformers.attention.interface import attend
 from structattn.integrations.transformers.attention.registration import register
-from structattn.integrations.transformers.calibration.discovery import AttentionLayer, find_attention, observed
+from structattn.integrations.transformers.calibration.discovery import FoundAttention, find_attention, observed
 from structattn.integrations.transformers.calibration.moments import Moments, distance_bucket
 from structattn.integrations.transformers.calibration.projections import Projections, find_projections, input_weights
 from structattn.integrations.transformers.calibration.record import AttentionShape, Calibration, LayerCalibration
@@ -43,7 +43,7 @@ _KNOWN = ("input_ids", "attention_mask", "labels")
 class _Layer:
     """What is summed of one layer while batches pass."""
 
-    def __init__(self, attention: AttentionLayer, projections: Projections, *, is_shared: bool) -> None:
+    def __init__(self, attention: FoundAttention, projections: Projections, *, is_shared: bool) -> None:
         self.attention, self.shape = attention, AttentionShape.of(attention)
         keys = projections.key
         self.options: dict[str, Any] = {

@@ -42,7 +42,7 @@ _LEFT = 0.1  # of that share, what may be left when its partner is known
 
 
 @dataclass(frozen=True)
-class AttentionLayer:
+class FoundAttention:
     """An attention layer of a model.
 
     Attributes:
@@ -174,7 +174,7 @@ def observed(model: PreTrainedModel, implementation: str) -> Iterator[None]:
             module._buffers.update(buffers)
 
 
-def find_attention(model: PreTrainedModel) -> tuple[AttentionLayer, ...]:
+def find_attention(model: PreTrainedModel) -> tuple[FoundAttention, ...]:
     """The attention layers of a decoder, in order.
 
     Args:
@@ -203,7 +203,7 @@ def find_attention(model: PreTrainedModel) -> tuple[AttentionLayer, ...]:
         ) from error
 
 
-def _found(model: PreTrainedModel) -> tuple[AttentionLayer, ...]:
+def _found(model: PreTrainedModel) -> tuple[FoundAttention, ...]:
     """See ``find_attention``; an error of the model itself is raised as it is."""
     inputs = random_inputs(model)
     positions = torch.zeros(1, _TOKENS, dtype=torch.int64, device=next(iter(inputs.values())).device)
@@ -298,12 +298,12 @@ def _source(call: _Call, earlier: Iterable[_Call]) -> int | None:
     return next((other.index for other in earlier if other.key is call.key), None)
 
 
-def _layer(calls: tuple[_Call, ...], keys_of: int | None) -> AttentionLayer:
+def _layer(calls: tuple[_Call, ...], keys_of: int | None) -> FoundAttention:
     """What the calls of one layer, one per position, show."""
     module, first = calls[0].module, calls[0]
     head_dim = first.key.shape[-1]
     assert first.index is not None  # _check_calls has refused it
-    return AttentionLayer(
+    return FoundAttention(
         module=module,
         index=first.index,
         rotation=_rotation(calls, head_dim),

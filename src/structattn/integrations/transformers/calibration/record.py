@@ -14,7 +14,7 @@ from torch import Tensor
 
 from structattn.checks import check_path
 from structattn.errors import ConfigError
-from structattn.integrations.transformers.calibration.discovery import AttentionLayer
+from structattn.integrations.transformers.calibration.discovery import FoundAttention
 from structattn.integrations.transformers.calibration.moments import Moments
 from structattn.layers.rotary_order import Rotation
 from structattn.tensor_files import read_tensors, write_tensors
@@ -47,7 +47,7 @@ class AttentionShape:
     keys_of: int | None
 
     @classmethod
-    def of(cls, layer: AttentionLayer) -> AttentionShape:
+    def of(cls, layer: FoundAttention) -> AttentionShape:
         """That of a layer that was found in a model."""
         return cls(
             index=layer.index,
@@ -123,7 +123,7 @@ class Calibration:
         """SHA-256 of the shapes of the model's attention layers."""
         return hashlib.sha256(json.dumps(_plain(self)["layers"], sort_keys=True).encode()).hexdigest()
 
-    def check(self, layers: Sequence[AttentionLayer]) -> None:
+    def check(self, layers: Sequence[FoundAttention]) -> None:
         """Raises ``ConfigError`` unless these layers have the shapes of the model that was calibrated."""
         shapes = [AttentionShape.of(attention) for attention in layers]
         if len(shapes) != len(self.layers):

@@ -28,7 +28,7 @@ from structattn.integrations.transformers.calibration.splits import CALIBRATED_S
 from structattn.integrations.transformers.structurize.modules import (
     IMPLEMENTATION,
     OLD_ORDER,
-    Structure,
+    LayerStructure,
     StructuredAttention,
     structured_class,
     structured_name,
@@ -129,7 +129,7 @@ class StructureRecord:
             storage=storage_of(config),
         )
 
-    def structure(self, module: torch.nn.Module, layer: int) -> Structure:
+    def structure(self, module: torch.nn.Module, layer: int) -> LayerStructure:
         """The score of the attention module of a layer.
 
         Raises:
@@ -145,7 +145,7 @@ class StructureRecord:
         pairs = None if rotation is None else Rotation.parse(rotation)
         orders = self.pair_orders[layer]
         split = None if self.rotary_split in (None, *CALIBRATED_SPLITS) else check_split(self.rotary_split)
-        return Structure.of(variant, orders or split, pairs, has_keys=self.keys_of[layer] is None)
+        return LayerStructure.of(variant, orders or split, pairs, has_keys=self.keys_of[layer] is None)
 
 
 def _one_per_layer(name: str, entries: Any, count: int, what: str) -> tuple[str | None, ...]:

@@ -43,7 +43,7 @@ _OLD_ROWS = ("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias", "q_
 
 
 @dataclass(frozen=True)
-class Structure:
+class LayerStructure:
     """The score of a structurized attention layer.
 
     Attributes:
@@ -67,7 +67,7 @@ class Structure:
         rotation: Rotation | None,
         *,
         has_keys: bool = True,
-    ) -> Structure:
+    ) -> LayerStructure:
         """That of a variant in a layer with these rotary pairs; ``split`` is a rule, or the order of the
         pairs of each key head, of single dimensions where nothing is rotated.
 
@@ -173,10 +173,10 @@ class StructuredAttention(NumberedLayer):
 
     config: Any
     layer_idx: int
-    structure: Structure
+    structure: LayerStructure
     reorder: Reorder
 
-    def set_structure(self, structure: Structure) -> None:
+    def set_structure(self, structure: LayerStructure) -> None:
         """Makes this the score of the layer."""
         self.structure, self.reorder = structure, structure.reorder
         self.set_number()

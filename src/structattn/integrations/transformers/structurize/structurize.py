@@ -16,7 +16,7 @@ from structattn.errors import ConfigError
 from structattn.integrations.hub import source_config
 from structattn.integrations.transformers.architecture.loading import check_plain
 from structattn.integrations.transformers.calibration.absorb import Absorption
-from structattn.integrations.transformers.calibration.discovery import AttentionLayer, find_attention
+from structattn.integrations.transformers.calibration.discovery import FoundAttention, find_attention
 from structattn.integrations.transformers.calibration.record import Calibration
 from structattn.integrations.transformers.calibration.splits import CALIBRATED_SPLITS, PairOrder
 from structattn.integrations.transformers.structurize.classes import (
@@ -147,7 +147,7 @@ def _check(model: PreTrainedModel, rotary_split: str, calibration: Calibration |
     check_frequencies(model)
 
 
-def _attention_layers(model: PreTrainedModel, calibration: Calibration | None) -> dict[int, AttentionLayer]:
+def _attention_layers(model: PreTrainedModel, calibration: Calibration | None) -> dict[int, FoundAttention]:
     """The attention of a model by the number of its layer; raises ``ConfigError`` where the calibration is of
     another model.
     """
@@ -189,7 +189,7 @@ def _spec_of_each_layer(
 
 def _config_with_record(
     old: PreTrainedConfig,
-    attention: Mapping[int, AttentionLayer],
+    attention: Mapping[int, FoundAttention],
     specs: list[str | None],
     length: int,
     split: str,
@@ -236,7 +236,7 @@ def _add_calibration(
         config.structattn["pair_orders"] = _pair_orders(order, calibration, layouts, config.num_hidden_layers)
 
 
-def _checked_record(config: PreTrainedConfig, attention: Mapping[int, AttentionLayer]) -> StructureRecord:
+def _checked_record(config: PreTrainedConfig, attention: Mapping[int, FoundAttention]) -> StructureRecord:
     """The record of a config; raises ``ConfigError`` unless it fits the layers that have a spec."""
     record = StructureRecord.read(config)
     for number, layer in attention.items():
@@ -251,7 +251,7 @@ def _checked_record(config: PreTrainedConfig, attention: Mapping[int, AttentionL
 
 def _install(
     model: PreTrainedModel,
-    attention: Mapping[int, AttentionLayer],
+    attention: Mapping[int, FoundAttention],
     config: PreTrainedConfig,
     record: StructureRecord,
 ) -> None:

@@ -26,7 +26,7 @@ STORAGES = (
     sa.Storage(key_bits=8, value_bits=4, group_size=2, residual=3),
     sa.Storage(key_bits=4, value_bits=4, group_size=4, residual=0),
 )
-QUICK = range(10)
+QUICK = range(4)
 SEEDS = [pytest.param(seed, marks=[] if seed in QUICK else pytest.mark.full) for seed in range(150)]
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import structattn as sa
+from structattn.cache.contents import Contents
 from structattn.errors import CacheError
 from structattn.testing.tolerances import assert_close
 
@@ -134,3 +135,36 @@ def test_any_calls_are_those_of_one_cache_per_head(seed: int, tmp_path: Path) ->
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_same_with_the_cpp_code(seed: int, tmp_path: Path, built) -> None:
     run(seed, tmp_path)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("method", ["attend", "append", "try_step"])
+def test_a_group_that_fails_leaves_all_as_they_were(method, error, built, monkeypatch) -> None:
+    layout = sa.HeadLayouts((None, LAYOUTS[1], LAYOUTS[3]))
+    cache = sa.LevelCache(layout)
+
+    def tokens(count):
+        return [torch.randn(1, 3, count, DIM) for _ in range(3)]
+
+    with torch.no_grad():
+        cache.attend(*tokens(20))
+        for _ in range(3):
+            cache.attend(*tokens(1))  # the C++ code has taken a token like the next one
+        same, new = copy.deepcopy(cache), tokens(1 if method == "try_step" else 2)
+        calls, original = [], getattr(Contents, method)
+
+        def broken(self, *arguments):
+            calls.append(self)
+            if len(calls) == 2:
+                raise error
+            return original(self, *arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Contents, method, broken)
+            with pytest.raises(error):
+                cache.append(*new[1:]) if method == "append" else cache.attend(*new)
+        assert len(calls) == 2
+        assert cache.length == 23
+        assert cache.nbytes == same.nbytes
+        for _ in range(12):
+            assert_close(cache.attend(*new), same.attend(*new))

@@ -108,7 +108,7 @@ def test_compiles_without_a_graph_break() -> None:
 
 def test_explain_names_each_group() -> None:
     q, k, v = make(LAYOUTS["next to each other"])
-    assert explain(q, k, v, LAYOUTS["next to each other"]).count("key heads") == 2
+    assert explain(q, k, v, LAYOUTS["next to each other"]).count("key head") == 2
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

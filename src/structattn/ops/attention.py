@@ -63,7 +63,8 @@ def explain(
         group_calls = _by_heads(q, k, v, layout, terms, pairs, return_lse)
         lines = [explain(*arguments, return_lse=return_lse, **options) for arguments, options in group_calls]
         counts = [len(group.heads) for group in layout.groups]
-        return "; ".join(f"{count} key heads: {line}" for count, line in zip(counts, lines, strict=True))
+        named = [f"{count} key {'head' if count == 1 else 'heads'}" for count in counts]
+        return "; ".join(f"{heads}: {line}" for heads, line in zip(named, lines, strict=True))
     v, calls = _read(q, k, v, layout, terms, pairs, return_lse)
     choices = [backends.choose(query, key, v, call, return_lse) for query, key, call in calls]
     lines = [f"{row.name}: {reason()}" for row, reason in choices]
@@ -288,7 +289,8 @@ def structured_attention(
         per_key_head = q.shape[1] // layout.num_heads
         if not return_lse:
             return by_heads.joined(outs, layout, per_key_head)  # type: ignore[arg-type]
-        return tuple(by_heads.joined(x, layout, per_key_head) for x in zip(*outs, strict=True))  # type: ignore[return-value]
+        joined, joined_lse = (by_heads.joined(x, layout, per_key_head) for x in zip(*outs, strict=True))
+        return joined, joined_lse
     v, calls = _read(q, k, v, layout, terms, pairs, return_lse)
     out: Tensor | None = None
     for query, key, call in calls:

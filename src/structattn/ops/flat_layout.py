@@ -83,7 +83,7 @@ def layout_of(*values: Any) -> LevelLayout:
 
 def flat_any(layout: AnyLayout | None) -> tuple[Any, ...]:
     """As ``flat``, of any layout: of none there are no ranks, a global-window layout has one window and two
-    ranks, and those of heads stand in one list, their scalings after ``heads:``.
+    ranks, and those of heads are in one list, with their scalings after ``heads:``.
     """
     if isinstance(layout, HeadLayouts):
         numbers, scalings = [], []

@@ -366,8 +366,12 @@ def _parse_heads(text: str) -> AttentionSpec:
 
 
 def _heads_text(specs: tuple[AttentionSpec, ...]) -> str:
-    parts = [(str(spec), len(list(same))) for spec, same in itertools.groupby(specs)]
-    return _HEADS + "/".join(text if count == 1 else f"{text}*{count}" for text, count in parts)
+    return _HEADS + "/".join(text if count == 1 else f"{text}*{count}" for text, count in _counted(specs))
+
+
+def _counted(specs: tuple[AttentionSpec, ...]) -> list[tuple[str, int]]:
+    """Each spec as text, and for how many heads in turn it is."""
+    return [(str(spec), len(list(same))) for spec, same in itertools.groupby(specs)]
 
 
 def describe_spec(text: str) -> str:
@@ -376,10 +380,9 @@ def describe_spec(text: str) -> str:
     """
     check_type("an attention spec", text, str, _TEXT)
     if text.lstrip().startswith(_HEADS):
-        parts = [
-            (describe_spec(str(x)), len(list(same))) for x, same in itertools.groupby(parse_spec(text).heads or ())
-        ]
-        return "; ".join(f"{count} key {'head' if count == 1 else 'heads'}: {words}" for words, count in parts)
+        counted = _counted(parse_spec(text).heads or ())
+        parts = [(describe_spec(spec), f"{count} key {'head' if count == 1 else 'heads'}") for spec, count in counted]
+        return "; ".join(f"{heads}: {words}" for words, heads in parts)
     return "; and ".join(filter(None, map(_in_words, text.split("+"))))
 
 

@@ -74,9 +74,7 @@ class ShapeProbe(PackedCache):
         window: int | None,
     ) -> Tensor:
         """See ``PackedCache``: of the one token, over itself."""
-        self.layers[layer] = LayerShape(
-            one_layout("a paged cache", layout), window, (k.shape[1], k.shape[3]), (v.shape[1], v.shape[3])
-        )
+        self.layers[layer] = _shape_of(layout, window, k, v)
         self.places |= {(x.dtype, x.device) for x in (k, v)}
         return over_dense(q, k, v, options, layout=layout, window=window)
 
@@ -145,9 +143,7 @@ class PagedCache(PackedCache):
             CacheError: there is no ``step``, the layer has had its tokens, or it is not of the layers that
                 this cache was made for.
         """
-        found = LayerShape(
-            one_layout("a paged cache", layout), window, (k.shape[1], k.shape[3]), (v.shape[1], v.shape[3])
-        )
+        found = _shape_of(layout, window, k, v)
         self._check(layer, found, q.shape)
         shape, batch = self.layers[layer], self._batch
         assert batch is not None

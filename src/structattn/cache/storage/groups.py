@@ -155,7 +155,11 @@ class GroupStore:
     def selected(self, rows: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Pages of rows ``rows[b]``."""
         with torch.inference_mode(False):
-            return [tuple(x.index_select(0, rows.to(x.device)) for x in page) for page in self.pages]  # type: ignore[misc]
+            return [
+                (codes.index_select(0, at), scale.index_select(0, at), zero.index_select(0, at))
+                for codes, scale, zero in self.pages
+                for at in (rows.to(codes.device),)
+            ]
 
     def take(self, pages: list[tuple[Tensor, Tensor, Tensor]], indices: list[int] | None) -> None:
         """Takes pages that ``selected`` returned; ``indices`` are those of ``end`` and ``first``, if there is

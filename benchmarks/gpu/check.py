@@ -83,7 +83,8 @@ def _sliding(*, values: bool = False) -> Callable[[int], LevelLayout]:
 
 
 def _odd(context: int) -> LevelLayout:
-    return LevelLayout((5, 17, 10), (9 * context // 8, 3 * context // 8, context // 8 - 1), "paper")
+    size = context // 8 + 1
+    return LevelLayout((5, 17, 10), (9 * size, 3 * size, size), "paper")
 
 
 def _leaf(x: Tensor) -> Tensor:

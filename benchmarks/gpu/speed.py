@@ -1,5 +1,5 @@
-"""Part "speed": the benchmarks "attention", "decode" and "model" one variant at a time, each beside its
-baseline.
+"""Part "speed": the benchmarks "attention", "decode", "model" and "llama" one variant at a time, each beside
+its baseline.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from benchmarks.attention import attention_groups
 from benchmarks.decode import decode_groups
 from benchmarks.gpu.rows import Row, Settings
 from benchmarks.gpu.tile import tiles_of
+from benchmarks.llama import llama_groups
 from benchmarks.model import model_groups
 from benchmarks.registry import CaseUnavailableError, Group
 from benchmarks.shapes import ModelShape
@@ -29,6 +30,8 @@ CORE = (
     "mlr 64|32|16|16",
     "mlr 8 levels, values",
 )  # before the other variants
+SMOLLM2 = ModelShape(num_layers=30, embed_dim=576, num_heads=9, num_kv_heads=3)  # that of SmolLM2-135M
+SMOLLM2_LENGTHS = (4096, 16384)
 TINY = ModelShape(num_layers=1, embed_dim=32, num_heads=2, num_kv_heads=1)
 
 
@@ -39,10 +42,12 @@ def groups(settings: Settings) -> Iterator[Group]:
         yield from attention_groups(device, dtype, lengths=(128,), heads=1)
         yield from decode_groups(device, dtype, lengths=(128,), batches=(1,), heads=1)
         yield from model_groups(device, dtype, shape=TINY, lengths=(32,), batches=(1,))
+        yield from llama_groups(device, dtype, shape=TINY, lengths=(128,))
         return
     yield from attention_groups(device, dtype, lengths=LENGTHS)
     yield from decode_groups(device, dtype, lengths=LENGTHS)
     yield from model_groups(device, dtype)
+    yield from llama_groups(device, dtype, shape=SMOLLM2, lengths=SMOLLM2_LENGTHS)
 
 
 def _dtype(settings: Settings) -> torch.dtype:

@@ -78,7 +78,7 @@ class Case:
     scale: float | None = None
     softcap: float | None = None
     has_slopes: bool = False
-    rings: tuple[bool, ...] | None = None  # default: none
+    rings: tuple[int | None, ...] | None = None  # default: none
     capacities: tuple[int, ...] | None = None  # default: the largest count
     dtype: torch.dtype = torch.float32
     multiples: tuple[int, ...] | None = None
@@ -120,7 +120,7 @@ class Case:
             [length - start for start, length in zip(starts[level], self.lengths, strict=True)] for level in levels
         ]
         capacities = self.capacities or tuple(max(*row, 1) for row in counts)
-        rings = self.rings or (False,) * layout.num_levels
+        rings = self.rings or (None,) * layout.num_levels
         value_slices = layout.value_slices or (slice(0, self.value_dim),)
         keys = [self._empty(k.shape[1], part, slots) for part, slots in zip(layout.slices, capacities, strict=True)]
         values = [self._empty(v.shape[1], part, slots) for part, slots in zip(value_slices, capacities, strict=False)]
@@ -128,7 +128,7 @@ class Case:
             for row, length in enumerate(self.lengths):
                 start = starts[level][row]
                 for x in range(start, length):
-                    slot = x % capacities[level] if rings[level] else x - start
+                    slot = x - start if (ring := rings[level]) is None else x % ring
                     keys[level][row, :, :, slot] = k[row, :, x, layout.slices[level]]
                     if level < len(values):
                         values[level][row, :, :, slot] = v[row, :, x, value_slices[level]]
@@ -157,7 +157,7 @@ class Case:
             cache.values,
             cache.starts,
             cache.counts,
-            self.rings or (False,) * self.layout.num_levels,
+            self.rings or (None,) * self.layout.num_levels,
             self.layout.score_factors(self.scale),
             softcap=self.softcap,
             mask=self.shown(),
@@ -234,19 +234,22 @@ CASES = {
     "a number as scale": Case(layout=ODD, scale=0.3),
     "soft cap": Case(layout=VALUES, softcap=0.4, lengths=(70, 41)),
     "ALiBi": Case(layout=WIDE, has_slopes=True, heads=(6, 2, 2), lengths=(70, 41), queries=3, softcap=0.9),
-    "ALiBi, window": Case(layout=ODD, has_slopes=True, window=21, rings=(True,) * 3, capacities=(21, 25, 17)),
+    "ALiBi, window": Case(layout=ODD, has_slopes=True, window=21, rings=(21, 25, 17), capacities=(21, 25, 17)),
     "grouped heads": Case(layout=WIDE, heads=(6, 2, 2)),
     "more heads than rows of a tile": Case(layout=TWO, heads=(20, 1, 1), lengths=(45,)),
     "one key head, several value heads": Case(layout=WIDE, heads=(4, 1, 2)),
     "several key heads, one value head": Case(layout=VALUES, heads=(4, 4, 1)),
     "key and value heads that do not nest": Case(layout=ODD, heads=(6, 2, 3), lengths=(40,)),
-    "window": Case(layout=TWO, window=37, rings=(True, True), capacities=(48, 32), lengths=(100, 41, 20)),
+    "window": Case(layout=TWO, window=37, rings=(48, 32), capacities=(48, 32), lengths=(100, 41, 20)),
     "window, unaligned rings": Case(
-        layout=ODD, window=21, rings=(True,) * 3, capacities=(21, 25, 17), lengths=(90, 25)
+        layout=ODD, window=21, rings=(21, 25, 17), capacities=(21, 25, 17), lengths=(90, 25)
     ),
-    "window in small rings": Case(layout=WIDE, window=7, rings=(True,) * 3, capacities=(7, 7, 9), lengths=(61, 3, 0)),
+    "window, rings below their buffers": Case(
+        layout=ODD, window=21, rings=(21, 25, 17), capacities=(32, 32, 48), lengths=(90, 25)
+    ),
+    "window in small rings": Case(layout=WIDE, window=7, rings=(7, 7, 9), capacities=(7, 7, 9), lengths=(61, 3, 0)),
     "window, rings above blocks": Case(
-        layout=VALUES, window=30, rings=(True, True, False), capacities=(40, 33, 32), lengths=(75, 52)
+        layout=VALUES, window=30, rings=(40, 33, None), capacities=(40, 33, 32), lengths=(75, 52)
     ),
     "window without rings": Case(layout=WIDE, window=20, lengths=(75, 12)),
     "surrounded by NaN": Case(layout=VALUES, surrounded=True, capacities=(80, 64, 32), integers=torch.int64),
@@ -260,7 +263,7 @@ CASES = {
     "wider tiles": Case(layout=WIDE, queries=2, lengths=(93, 66), tiles=Tiles(own=16, walk=32)),
     "float16": Case(layout=HALVING, dtype=torch.float16, capacities=(80, 64, 32, 16), surrounded=True),
     "float16, odd ranks, window": Case(
-        layout=ODD, dtype=torch.float16, window=30, rings=(True,) * 3, capacities=(32, 32, 16), lengths=(66, 12)
+        layout=ODD, dtype=torch.float16, window=30, rings=(32, 32, 16), capacities=(32, 32, 16), lengths=(66, 12)
     ),
     "float16, values": Case(layout=VALUES, dtype=torch.float16, heads=(4, 2, 2)),
 }

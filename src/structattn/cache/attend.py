@@ -119,7 +119,7 @@ def fused_attention(q: Tensor, view: KeyValueView, options: ScoreTerms) -> Tenso
         [buffer for store, _ in view.values for buffer in store.pages[0].buffers],
         starts.to(q.device, non_blocking=True),
         counts.to(q.device, non_blocking=True),
-        [store.ring is not None for store in view.keys],
+        [store.ring for store in view.keys],
         softmax.layout.score_factors(options.scale),
         softcap=options.softcap,
         mask=options.attn_mask,

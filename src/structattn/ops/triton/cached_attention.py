@@ -127,7 +127,7 @@ def decode(
     values: Sequence[Tensor],
     starts: Tensor,
     counts: Tensor,
-    rings: Sequence[bool],
+    rings: Sequence[int | None],
     factors: tuple[tuple[float, ...], tuple[float, ...]],
     *,
     softcap: float | None = None,
@@ -158,7 +158,7 @@ def decode(
             level.
         counts: positions from there to p, likewise; 0 at level 1 for a row without any. Position x is in slot
             x - start.
-        rings: per level, whether position x is in slot x mod C_l instead.
+        rings: per level R_l <= C_l, where position x is in slot x mod R_l instead, or ``None``.
         factors: (a_1 ... a_L) and (c_1 ... c_L), see ``LevelLayout.score_factors``.
         softcap: c, makes a score s to c tanh(s / c). Default ``None``.
         mask: bool, True where a query may attend, broadcastable to (B, H, T, S) with S >= all p + 1: the last
@@ -199,7 +199,8 @@ def decode(
         raise AssertionError("no tiles fit this call: why_not says so")
     num_tiles = math.ceil(unit * num_queries / tiles.own)
     programs = batch * num_units * num_tiles
-    capacities = tuple(k.shape[3] for k in keys)
+    # A ring may have fewer slots than its buffer, whose rows begin at 16 bytes.
+    capacities = tuple(k.shape[3] if ring is None else ring for k, ring in zip(keys, rings, strict=True))
     if num_splits is None:
         num_splits = num_splits_for(programs, math.ceil((max_count or capacities[0]) / tiles.walk))
     per_level, per_count = factors
@@ -221,7 +222,7 @@ def decode(
             RANKS=ranks, VALUE_RANKS=value_ranks, SCALES=tuple(per_level),
             FACTORS=tuple(factor / math.log(2) for factor in per_count),
             ALIGNS=tuple(_ALIGNMENT if slots % _ALIGNMENT == 0 else 1 for slots in capacities), MULTIPLES=key_multiples,
-            RINGS=tuple(rings), OWN=tiles.own, WALK=tiles.walk,
+            RINGS=tuple(ring is not None for ring in rings), OWN=tiles.own, WALK=tiles.walk,
             SOFTCAP=0.0 if softcap is None else softcap / math.log(2), **tiles.options,
         )  # fmt: skip
         merge(partial, partial_lse, out, lse)

@@ -170,16 +170,14 @@ class DecodeWork:
     def check(self) -> Iterator[Check]:
         """Every row of two steps against float64."""
         q, k, v = self.new
-        if isinstance(self.cache, LevelsCache) and self.cache.cache.storage is not None:
-            self.prepare()
-            held = self.cache.cache.dense_past(k, v)
-            keys, values = (torch.cat([past, x], dim=2) for past, x in zip(held, (k, v), strict=True))
-            expected = _attention(q, keys, values, self.layout)
-        else:
-            expected = reference(q.shape[0], q.shape[1], self.length, self.layout, q.device, q.dtype)
         for _ in range(2):
             self.prepare()
-            yield self(), expected
+            out = self()
+            if isinstance(self.cache, LevelsCache) and self.cache.cache.storage is not None:
+                held = self.cache.cache.dense_past(k, v)  # of this step too, which may have packed a group
+                yield out, _attention(q, *held, self.layout)
+            else:
+                yield out, reference(q.shape[0], q.shape[1], self.length, self.layout, q.device, q.dtype)
 
 
 @lru_cache(maxsize=1)  # up to 2 GiB, drawn for several seconds: once for all variants of a group

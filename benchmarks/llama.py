@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch import Tensor
 from benchmarks.registry import Case, Check, Group, benchmark
 from benchmarks.shapes import ModelShape
 from structattn import LevelLayout
+from structattn.testing.tolerances import WHOLE_MODEL
 
 BASELINE = "DynamicCache"
 SEED = 0
@@ -124,6 +125,7 @@ class LlamaStep:
     cache: Any
     ids: Tensor
     given: dict[str, Any]
+    tolerances: ClassVar = WHOLE_MODEL
 
     def prepare(self) -> None:
         """Takes back the step before."""
@@ -227,6 +229,7 @@ class LlamaPrompt:
     model: Any
     spec: str | None
     ids: Tensor
+    tolerances: ClassVar = WHOLE_MODEL
 
     @torch.no_grad()
     def __call__(self) -> tuple[Tensor, Any]:

@@ -26,7 +26,8 @@ class Work(Protocol):
     """What a case builds: called without arguments it does the work that is timed.
 
     It may have an attribute ``code``, a text that says which code runs, and a method ``prepare``, which is
-    called before every call and not timed: it undoes what the call before changed.
+    called before every call and not timed: it undoes what the call before changed. With an attribute
+    ``tolerances`` its results are compared to these, by dtype, and not to those of one operation.
     """
 
     def __call__(self) -> object: ...

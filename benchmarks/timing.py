@@ -194,12 +194,12 @@ def checked_error(name: str, work: Work, dtype: torch.dtype) -> float:
     Raises:
         WrongResultError: one is above the tolerance of the dtype, or there was nothing to compare.
     """
-    errors, is_right = [], True
+    errors, is_right, forward = [], True, getattr(work, "tolerances", FORWARD)
     for actual, expected, *is_gradient in work.check():
         errors.append(relative_error(actual, expected))
-        is_right = is_right and errors[-1] <= (GRADIENT if any(is_gradient) else FORWARD)[dtype]
+        is_right = is_right and errors[-1] <= (GRADIENT if any(is_gradient) else forward)[dtype]
     if not errors or not is_right:
-        limits = f"{FORWARD[dtype]:.0e}, of gradients {GRADIENT[dtype]:.0e}"
+        limits = f"{forward[dtype]:.0e}, of gradients {GRADIENT[dtype]:.0e}"
         raise WrongResultError(f"{name}: relative errors {errors}, the tolerance of {dtype} is {limits}")
     return max(errors)
 

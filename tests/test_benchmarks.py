@@ -517,6 +517,7 @@ def test_a_run_of_decoding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     )
     result = run.run(bench, device="cpu", dtype="float32", repeats=1, patience_s=0)
     labels = {decode.BASELINE, decode.CAT, decode.PLAIN_LEVEL, decode.GROWING, *attention.LAYOUTS[64]}
+    labels |= {*decode.STORAGES, decode.STREAMING}
     assert Counter(row["label"] for row in result["rows"]) == dict.fromkeys(labels, 2 * 3)
     for row in result["rows"]:
         cached = row["sizes"]["B"] * row["sizes"]["S"]

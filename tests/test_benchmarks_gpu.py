@@ -248,7 +248,7 @@ def test_a_rehearsal_of_the_whole_command(tmp_path: Path, capsys) -> None:
     command.main(["--rehearse", "--out", str(tmp_path), "--only", only, "--jobs", "2", "--minutes", "9"])
     last = capsys.readouterr().out.splitlines()[-4:]
     assert "| check | 8 | 8 | 0 | 0 | 0 |" in last
-    assert "| speed | 9 | 9 | 0 | 0 | 0 |" in last
+    assert "| speed | 11 | 11 | 0 | 0 | 0 |" in last
     assert "| train | 1 | 1 | 0 | 0 | 0 |" in last
     assert "| tile | 10 | 10 | 0 | 0 | 0 |" in last
     entries = read_tiles(tmp_path / "tiles.json").entries[tile.NO_CAPABILITY]

@@ -249,7 +249,7 @@ def _floors(data: dict[str, Any]) -> str:
 
 TEXT = """# The kernels without a GPU
 
-The fused kernels have not run on a GPU yet. This page is what the compiler says of them: every kernel, for {shapes} shapes, is compiled for NVIDIA GPUs of compute
+This page is what the compiler says of the fused kernels ([what a GPU says](backends.md#on-a-gpu)): every kernel, for {shapes} shapes, is compiled for NVIDIA GPUs of compute
 capability 8.0 (A100), 8.9 (L4, RTX 4090), 9.0 (H100, H200) and 10.0 (B200), and its machine code is read.
 `python -m benchmarks.gpu.static` writes the page, with the tools that Triton brings. When you have a GPU, run
 [`python -m benchmarks.gpu`](../benchmarks/README.md#a-gpu-in-one-command).
@@ -263,8 +263,8 @@ Triton {triton}, {date}. T = {context:,}; blocks are halved from there.
 ## What is not known
 
 - **Time.** An instruction count is no time: how instructions overlap, wait for memory and share the units of a GPU only a run shows.
-- **Whether the results are right on a GPU.** Triton's interpreter agrees with the definition on a CPU; the compiled code is not run here.
-- **Whether these tiles are the best.** They are chosen to fit the smallest of these GPUs; `python -m benchmarks.gpu` searches better ones.
+- **Whether the results are right on a GPU.** They are on an H200; the compiled code is not run here, and other GPUs were not tried.
+- **Whether these tiles are the best.** They were fast on an H200 and fit the smallest of these GPUs; `python -m benchmarks.gpu` searches better ones.
 - **How many blocks share a multiprocessor**: registers and shared memory bound it, and other kernels run beside these.
 
 ## Far keys, beside a kernel without levels

@@ -64,7 +64,8 @@ def over_view(q: Tensor, view: KeyValueView, options: ScoreTerms, backend: Backe
     Raises:
         BackendUnavailableError: ``backend`` is ``"triton"``, which cannot run here.
     """
-    is_fused = backend == "triton" or (q.is_cuda and why_not_fused(q, view, options) is None)
+    is_eager = not torch.compiler.is_compiling()  # Inductor fuses the operations of the other one
+    is_fused = backend == "triton" or (q.is_cuda and is_eager and why_not_fused(q, view, options) is None)
     with without_autocast(q):  # it would turn the products here into 16-bit ones
         return (fused_attention if is_fused else decode.attention)(q, view, options)
 
@@ -110,22 +111,23 @@ def fused_attention(q: Tensor, view: KeyValueView, options: ScoreTerms) -> Tenso
     positions = view.positions * (q.shape[0] // len(view.positions))  # one position for all rows, or one each
     if any(at < softmax.layout.sink_tokens for _, at in positions):  # there is no key besides
         return decode.attention(q, view, options)
-    starts = torch.tensor([[level.first_needed(at, row) for row, at in positions] for level in softmax.levels])
-    counts = torch.tensor([at for _, at in positions]) + 1 - starts
+    first = [[level.first_needed(at, row) for row, at in positions] for level in softmax.levels]
+    held = [[at + 1 - start for (_, at), start in zip(positions, of_level, strict=True)] for of_level in first]
+    starts, counts = torch.tensor([first, held], dtype=torch.int32).to(q.device, non_blocking=True)
     sizes, is_chunked = softmax.layout.block_sizes, softmax.levels[0].chunk_size is not None
     out, lse = triton_cached.decode(
         q,
         [buffer for store in view.keys for buffer in store.pages[0].buffers],
         [buffer for store, _ in view.values for buffer in store.pages[0].buffers],
-        starts.to(q.device, non_blocking=True),
-        counts.to(q.device, non_blocking=True),
+        starts,
+        counts,
         [store.ring for store in view.keys],
         softmax.layout.score_factors(options.scale),
         softcap=options.softcap,
         mask=options.attn_mask,
         slopes=options.slopes,
         multiples=(0, *sizes[1:]) if sizes and not softmax.slides and not is_chunked else None,
-        max_count=int(counts[0].max()),
+        max_count=max(held[0]),
     )
     if view.sink_keys:
         out, lse = _with_sink_tokens(q, view, options, out, lse)

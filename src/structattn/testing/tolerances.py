@@ -7,6 +7,8 @@ from torch import Tensor
 
 FORWARD = {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 GRADIENT = {torch.float64: 1e-10, torch.float32: 5e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+# Outputs of a whole model, each layer of which rounds to its dtype.
+WHOLE_MODEL = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 # Relative errors in float64, or absolute ones of numbers near 1, where a test computes no tensor to compare
 # with.

@@ -59,10 +59,11 @@ def _config(*kernels: tuple[int, int, int, int]) -> KernelConfig:
 
 # By element size in bytes and the larger of the head and value dimension, up to which the row holds: for the
 # forward kernel, the gradients of queries and of keys, and decoding, the own rows, the walked rows, the warps
-# and the stages.
+# and the stages. Those of 16 bits up to 128 dimensions were the fastest on an H200 of what fits in 99 KiB of
+# shared memory: benchmarks/results/2026-11-27-gpu.md.
 _CONFIGS: tuple[tuple[int, int, KernelConfig], ...] = (
-    (2, 64, _config((128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2), (16, 64, 4, 3))),
-    (2, 128, _config((128, 64, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2), (16, 64, 4, 2))),
+    (2, 64, _config((64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 2), (16, 64, 4, 3))),
+    (2, 128, _config((64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 2), (16, 64, 4, 2))),
     (2, MAX_DIM, _config((64, 32, 8, 2), (32, 32, 8, 1), (32, 32, 8, 1), (16, 32, 4, 2))),
     (4, 64, _config((64, 32, 8, 2), (32, 32, 4, 2), (32, 32, 8, 2), (16, 32, 4, 2))),
     (4, 128, _config((32, 32, 8, 2), (32, 32, 8, 1), (32, 32, 8, 1), (16, 32, 4, 2))),

@@ -14,7 +14,7 @@ from test_undo import croppable, interrupted
 import structattn as sa
 from structattn.cache import native_decode
 from structattn.errors import CacheError, ConfigError, ShapeError
-from structattn.testing.tolerances import assert_close
+from structattn.testing.tolerances import assert_close, relative_error
 
 pytestmark = pytest.mark.usefixtures("built")
 
@@ -52,6 +52,39 @@ def tokens(length, kv_heads=(2, 4), dtype=torch.float64):
     return [torch.randn(2, heads, length, dim, generator=rng, dtype=dtype) for heads, dim in sizes]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"layout": sa.LevelLayout((20, 12, 11), (256, 64, 16), value_ranks=(20, 12, 9))},
+        {"layout": sa.LevelLayout.sliding((43,), (90,), sink_tokens=4)},
+        {"storage": sa.Storage(8, 8, group_size=16, residual=16)},
+        {"storage": sa.Storage(4, 4, group_size=32, residual=16)},
+    ],
+    ids=["levels", "window", "8 bits", "4 bits"],
+)
+def test_steps_in_16_bits_are_as_exact_as_without_the_code(options, dtype, steps) -> None:
+    """Against float64 over the same numbers."""
+    rng = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(2, heads, 150, dim, generator=rng).to(dtype) for heads, dim in ((6, 43), (3, 43), (2, 41)))
+    fast = sa.LevelCache(**{"layout": None} | options)
+    slow, exact = copy.deepcopy(fast), sa.LevelCache(**{"layout": None} | options)
+    for cache, kind in ((fast, dtype), (slow, dtype), (exact, torch.float64)):
+        cache.append(*(x[:, :, :100].to(kind) for x in (k, v)))
+    found, other, right = [], [], []
+    for at in range(100, 150):
+        new = [x[:, :, at : at + 1] for x in (q, k, v)]
+        found.append(fast.attend(*new))
+        with no_code():
+            other.append(slow.attend(*new))
+            right.append(exact.attend(*(x.double() for x in new)))
+    assert len(steps) == 50
+    found, other, right = (torch.cat(x, dim=2) for x in (found, other, right))
+    if "storage" not in options:  # scales are rounded to 16 bits, not to those of float64
+        assert relative_error(found, right) <= 1.05 * relative_error(other, right)
+    assert_close(found, other)
+
+
 @contextmanager
 def no_code():
     with pytest.MonkeyPatch.context() as patch:
@@ -59,14 +92,15 @@ def no_code():
         yield
 
 
-@pytest.mark.quick(kv_heads=[(2, 4)])
+@pytest.mark.quick(kv_heads=[(2, 4)], dtype=[torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kv_heads", [(2, 4), (1, 1), (4, 2)])
 @pytest.mark.parametrize("case", CASES)
-def test_steps_among_all_else_that_changes_a_cache(case, kv_heads, steps) -> None:
+def test_steps_among_all_else_that_changes_a_cache(case, kv_heads, dtype, steps) -> None:
     """Tokens, one and several, are added, taken back and cropped; rows are moved, and copies go on, with the
     code and without it.
     """
-    q, k, v = tokens(40, kv_heads)
+    q, k, v = tokens(40, kv_heads, dtype)
     rng = random.Random(case)
     fast = sa.LevelCache(**CASES[case])
     slow = copy.deepcopy(fast)

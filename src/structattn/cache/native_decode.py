@@ -17,7 +17,7 @@ from structattn.layout.scaling import Scaling, score_factors
 from structattn.ops.checks import is_eager, is_plain, is_quiet
 from structattn.ops.native import library
 
-_DTYPES = (torch.float32, torch.float64)
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _NEVER = 2**62
 
 
@@ -146,7 +146,7 @@ class Step:
             length, overwritten: see ``write``.
         """
         if self._last is None or self._last[1] is not scale:
-            self._factors = _factors(self._levels, scale, self._dtype)
+            self._factors = _factors(self._levels, scale, torch.promote_types(self._dtype, torch.float32))
         self._last = q.shape, scale
         return self._call(q, k, v, self._factors, length, overwritten)
 

@@ -401,9 +401,11 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_out, const Tensor
 Tensor step(const std::optional<Tensor>& q, const Tensor& k, const Tensor& v, const Tensor& factors,
             const std::optional<Tensor>& order, at::TensorList pages, const Tensor& plan, const Tensor& old,
             int64_t position, int64_t number) {
-  return by_dtype(k, [&](auto zero) {
+  const auto of = [&](auto zero) {
     return stepped<decltype(zero)>(q, k, v, factors, order, pages, plan, old, position, number);
-  });
+  };
+  if (k.scalar_type() == at::kBFloat16) return of(at::BFloat16());
+  return k.scalar_type() == at::kHalf ? of(at::Half()) : by_dtype(k, of);
 }
 
 }  // namespace

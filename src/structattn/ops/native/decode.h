@@ -16,9 +16,31 @@ namespace structattn {
 
 constexpr int64_t kChunk = 512;  // positions whose scores stay in the first cache while all dimensions are added
 
+// As many numbers as a vector has, in the type that they are computed in.
+template <typename S>
+inline Vec<Sum<S>> load_numbers(const S* x) {
+  if constexpr (std::is_same_v<S, Sum<S>>) {
+    return Vec<S>::loadu(x);
+  } else {
+#if defined(CPU_CAPABILITY_AVX512)
+    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
+    if constexpr (std::is_same_v<S, at::Half>) return _mm512_cvtph_ps(bits);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+#elif defined(CPU_CAPABILITY_AVX2)
+    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x));
+    if constexpr (std::is_same_v<S, at::Half>) return _mm256_cvtph_ps(bits);
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+#else
+    float numbers[Vec<float>::size()];
+    for (int64_t n = 0; n < Vec<float>::size(); ++n) numbers[n] = x[n];
+    return Vec<float>::loadu(numbers);
+#endif
+  }
+}
+
 // out[c] = before * out[c] + sum over d of q[d] x[d stride + c].
-template <typename T>
-void add_scores(const T* q, const T* x, int64_t stride, int64_t dims, int64_t size, T before, T* out) {
+template <typename S, typename T = Sum<S>>
+void add_scores(const T* q, const S* x, int64_t stride, int64_t dims, int64_t size, T before, T* out) {
   using V = Vec<T>;
   constexpr int64_t W = V::size();
   for (int64_t from = 0; from < size; from += kChunk) {
@@ -30,14 +52,14 @@ void add_scores(const T* q, const T* x, int64_t stride, int64_t dims, int64_t si
       for (int64_t c = 0; c < count; ++c) to[c] *= before;
     int64_t d = 0;
     for (; d + 4 <= dims; d += 4) {
-      const T *a = x + d * stride + from, *b = a + stride, *e = b + stride, *f = e + stride;
+      const S *a = x + d * stride + from, *b = a + stride, *e = b + stride, *f = e + stride;
       const V qa(q[d]), qb(q[d + 1]), qe(q[d + 2]), qf(q[d + 3]);
       int64_t c = 0;
       for (; c + W <= count; c += W) {
-        V sum = at::vec::fmadd(qa, V::loadu(a + c), V::loadu(to + c));
-        V other = qb * V::loadu(b + c);
-        sum = at::vec::fmadd(qe, V::loadu(e + c), sum);
-        other = at::vec::fmadd(qf, V::loadu(f + c), other);
+        V sum = at::vec::fmadd(qa, load_numbers(a + c), V::loadu(to + c));
+        V other = qb * load_numbers(b + c);
+        sum = at::vec::fmadd(qe, load_numbers(e + c), sum);
+        other = at::vec::fmadd(qf, load_numbers(f + c), other);
         (sum + other).store(to + c);
       }
       for (; c < count; ++c) to[c] += q[d] * a[c] + q[d + 1] * b[c] + q[d + 2] * e[c] + q[d + 3] * f[c];
@@ -74,15 +96,16 @@ void softmax(T* x, int64_t size) {
   for (c = 0; c < size; ++c) x[c] *= factor;
 }
 
-template <typename T>
-T dot(const T* a, const T* b, int64_t size) {
+template <typename T, typename S>
+T dot(const T* a, const S* b, int64_t size) {
   using V = Vec<T>;
   constexpr int64_t W = V::size();
   V sum[4] = {V(0), V(0), V(0), V(0)};
   int64_t c = 0;
   for (; c + 4 * W <= size; c += 4 * W)
-    for (int64_t n = 0; n < 4; ++n) sum[n] = at::vec::fmadd(V::loadu(a + c + n * W), V::loadu(b + c + n * W), sum[n]);
-  for (; c + W <= size; c += W) sum[0] = at::vec::fmadd(V::loadu(a + c), V::loadu(b + c), sum[0]);
+    for (int64_t n = 0; n < 4; ++n)
+      sum[n] = at::vec::fmadd(V::loadu(a + c + n * W), load_numbers(b + c + n * W), sum[n]);
+  for (; c + W <= size; c += W) sum[0] = at::vec::fmadd(V::loadu(a + c), load_numbers(b + c), sum[0]);
   T total = at::vec::vec_reduce_all<T>([](V x, V y) { return x + y; }, (sum[0] + sum[1]) + (sum[2] + sum[3]));
   for (; c < size; ++c) total += a[c] * b[c];
   return total;
@@ -183,7 +206,7 @@ void add_group_scores(const T* q, const GroupSpan<T>& span, int64_t row, int64_t
   const uint8_t* codes = span.codes + row * span.row_stride;
   copy_numbers(span.scale + row * span.scale_stride, span.dims, room.scale.data());
   copy_numbers(span.zero + row * span.scale_stride, span.dims, room.zero.data());
-  const T base = dot<T>(q, room.zero.data(), span.dims);
+  const T base = dot(q, room.zero.data(), span.dims);
   for (int64_t d = 0; d < span.dims; ++d) room.scale[d] *= q[d];
   const int64_t half = group_size / 2, bytes = span.bits == 8 ? group_size : half;
   T* const sums = room.sums.data();
@@ -221,7 +244,7 @@ void add_group_values(const T* weight, const GroupSpan<T>& span, int64_t row, in
     T *const scaled = room.scale.data(), *const zero = room.zero.data();
     copy_numbers(span.scale + at, group_size, scaled);
     copy_numbers(span.zero + at, group_size, zero);
-    const T base = dot<T>(weight, zero + span.skip, span.size);
+    const T base = dot(weight, zero + span.skip, span.size);
     std::fill(scaled, scaled + span.skip, T(0));
     for (int64_t n = 0; n < span.size; ++n) scaled[span.skip + n] *= weight[n];
     const int64_t last = std::min(first + group_size, span.dims);
@@ -251,47 +274,47 @@ void add_group_values(const T* weight, const GroupSpan<T>& span, int64_t row, in
 }
 
 // The scores of one softmax, and the values that they weigh.
-template <typename T>
+template <typename S>
 struct Weighed {
   int64_t columns;
-  std::vector<CacheSpan<T>> keys, values;
-  std::vector<GroupSpan<T>> key_groups, value_groups;
+  std::vector<CacheSpan<S>> keys, values;
+  std::vector<GroupSpan<Sum<S>>> key_groups, value_groups;
 };
 
 // Adds what a query sees of a level from position `first` on.
-template <typename T>
+template <typename S>
 void add_level(const Kept& kept, const Stored& level, int64_t first, int64_t position, int64_t low, int64_t dim,
-               T before, std::vector<CacheSpan<T>>& spans, std::vector<GroupSpan<T>>& groups) {
+               Sum<S> before, std::vector<CacheSpan<S>>& spans, std::vector<GroupSpan<Sum<S>>>& groups) {
   const int64_t begin = level.begin(position, kept.chunk);
   int64_t exact = first;
   if (level.quantized.bits) {
     exact = std::max(first, first_exact(kept, position));
-    add_groups<T>(level, first, exact, begin, low, dim, before, kept.group_size, groups);
+    add_groups<Sum<S>>(level, first, exact, begin, low, dim, before, kept.group_size, groups);
   }
-  add_spans<T>(level, exact, position, begin, low, dim, before, spans);
+  add_spans<S>(level, exact, position, begin, low, dim, before, spans);
 }
 
-template <typename T>
-std::vector<Weighed<T>> weighed(const Kept& kept, int64_t position, const T* before) {
-  std::vector<Weighed<T>> out;
+template <typename S>
+std::vector<Weighed<S>> weighed(const Kept& kept, int64_t position, const Sum<S>* before) {
+  std::vector<Weighed<S>> out;
   int64_t dim = 0;
   for (const std::vector<Stored>& levels : kept.keys) {
     const int64_t sinks = kept.num_sinks, first_seen = levels[0].seen(position, kept.chunk, sinks);
     const int64_t low = first_seen - sinks;  // the columns are sink tokens, then the positions from the first one seen
-    Weighed<T> one{position + 1 - low, {}, {}, {}, {}};
+    Weighed<S> one{position + 1 - low, {}, {}, {}, {}};
     for (const Stored& level : levels) {
-      if (sinks) add_spans<T>(kept.sinks[0], 0, sinks - 1, 0, 0, dim, *before, one.keys, dim, level.dims);
-      add_level<T>(kept, level, level.seen(position, kept.chunk, sinks), position, low, dim, *before++, one.keys,
+      if (sinks) add_spans<S>(kept.sinks[0], 0, sinks - 1, 0, 0, dim, *before, one.keys, dim, level.dims);
+      add_level<S>(kept, level, level.seen(position, kept.chunk, sinks), position, low, dim, *before++, one.keys,
                    one.key_groups);
       dim += level.dims;
     }
-    if (sinks) add_spans<T>(kept.sinks[1], 0, sinks - 1, 0, 0, 0, T(0), one.values);
+    if (sinks) add_spans<S>(kept.sinks[1], 0, sinks - 1, 0, 0, 0, Sum<S>(0), one.values);
     int64_t value_dim = 0;
     for (size_t n = 0; n < kept.values.size(); ++n) {
       const Stored& level = kept.values[n];
       // Hierarchical values have the levels of the keys; others are all that the softmax sees.
       const int64_t first = n ? level.seen(position, kept.chunk, sinks) : first_seen;
-      add_level<T>(kept, level, first, position, low, value_dim, T(0), one.values, one.value_groups);
+      add_level<S>(kept, level, first, position, low, value_dim, Sum<S>(0), one.values, one.value_groups);
       value_dim += level.dims;
     }
     out.push_back(std::move(one));
@@ -301,50 +324,54 @@ std::vector<Weighed<T>> weighed(const Kept& kept, int64_t position, const T* bef
 
 // Weighted sums (B, H, 1, value dims) of queries (B, H, 1, D), times `factors` (D). The query heads of a key (or value)
 // head read its row.
-template <typename T>
-void attend(const at::Tensor& query, const Order& order, const T* factors, const std::vector<Weighed<T>>& softmaxes,
-            int64_t key_rows, int64_t value_rows, int64_t group_size, at::Tensor& out) {
+template <typename S>
+void attend(const at::Tensor& query, const Order& order, const Sum<S>* factors,
+            const std::vector<Weighed<S>>& softmaxes, int64_t key_rows, int64_t value_rows, int64_t group_size,
+            at::Tensor& out) {
+  using T = Sum<S>;
   const int64_t heads = query.size(1), rows = query.size(0) * heads, dim = query.size(3), value_dim = out.size(3);
   const int64_t per_key = rows / key_rows, per_value = rows / value_rows;
-  const T* q = query.const_data_ptr<T>();
-  T* to = out.data_ptr<T>();
+  const S* q = query.const_data_ptr<S>();
+  S* to = out.data_ptr<S>();
   int64_t columns = 0;
-  for (const Weighed<T>& one : softmaxes) columns = std::max(columns, one.columns);
+  for (const Weighed<S>& one : softmaxes) columns = std::max(columns, one.columns);
   at::parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) {
-    std::vector<T> scaled(dim), weight(columns);
+    std::vector<T> scaled(dim), weight(columns), sums(value_dim);
     GroupRoom<T> room(group_size, std::max(dim, value_dim));
     for (int64_t r = begin; r < end; ++r) {
-      const T* from = q + r / heads * query.stride(0) + r % heads * query.stride(1);
+      const S* from = q + r / heads * query.stride(0) + r % heads * query.stride(1);
       const int64_t* at = order.of(r % heads, heads);
-      for (int64_t d = 0; d < dim; ++d) scaled[d] = from[(at ? at[d] : d) * query.stride(3)] * factors[d];
-      T* sums = to + r * value_dim;
-      std::fill(sums, sums + value_dim, T(0));
-      for (const Weighed<T>& one : softmaxes) {
+      for (int64_t d = 0; d < dim; ++d)
+        scaled[d] = static_cast<T>(from[(at ? at[d] : d) * query.stride(3)]) * factors[d];
+      std::fill(sums.begin(), sums.end(), T(0));
+      for (const Weighed<S>& one : softmaxes) {
         // Levels in their order: what one adds changes the scale of the sum so far.
         auto group = one.key_groups.begin();
-        for (const CacheSpan<T>& span : one.keys) {
+        for (const CacheSpan<S>& span : one.keys) {
           for (; group != one.key_groups.end() && group->first <= span.first; ++group)
             add_group_scores<T>(scaled.data() + group->first, *group, r / per_key, group_size, room,
                                 weight.data() + group->column);
-          add_scores<T>(scaled.data() + span.first, span.numbers + r / per_key * span.row_stride, span.stride,
+          add_scores<S>(scaled.data() + span.first, span.numbers + r / per_key * span.row_stride, span.stride,
                         span.dims, span.size, span.before, weight.data() + span.column);
         }
         softmax<T>(weight.data(), one.columns);
-        for (const CacheSpan<T>& span : one.values) {
-          const T* numbers = span.numbers + r / per_value * span.row_stride;
+        for (const CacheSpan<S>& span : one.values) {
+          const S* numbers = span.numbers + r / per_value * span.row_stride;
           for (int64_t d = 0; d < span.dims; ++d)
-            sums[span.first + d] += dot<T>(weight.data() + span.column, numbers + d * span.stride, span.size);
+            sums[span.first + d] += dot(weight.data() + span.column, numbers + d * span.stride, span.size);
         }
         for (size_t n = 0; n < one.value_groups.size(); ++n) {
           const GroupSpan<T>& span = one.value_groups[n];
           if (n == 0 || span.first != one.value_groups[n - 1].first)
             std::fill(room.lanes.begin(), room.lanes.end(), T(0));
-          add_group_values<T>(weight.data() + span.column, span, r / per_value, group_size, room, sums + span.first);
+          add_group_values<T>(weight.data() + span.column, span, r / per_value, group_size, room,
+                              sums.data() + span.first);
           if (n + 1 < one.value_groups.size() && one.value_groups[n + 1].first == span.first) continue;
           for (int64_t d = 0; d < span.dims; ++d)
             for (int64_t w = 0; w < Codes<T>::W; ++w) sums[span.first + d] += room.lanes[d * Codes<T>::W + w];
         }
       }
+      std::copy(sums.begin(), sums.end(), to + r * value_dim);
     }
   });
 }
@@ -352,7 +379,7 @@ void attend(const at::Tensor& query, const Order& order, const T* factors, const
 // Writes a token into what a cache keeps, and returns its attention to all tokens there are; without a query, nothing.
 // What was in the slots of the token goes to `old`, with the number of the step in front of the plan, which says that
 // it is there.
-template <typename T>
+template <typename S>
 at::Tensor stepped(const std::optional<at::Tensor>& q, const at::Tensor& k, const at::Tensor& v,
                    const at::Tensor& factors, const std::optional<at::Tensor>& order, const at::TensorList pages,
                    const at::Tensor& plan, const at::Tensor& old, int64_t position, int64_t number) {
@@ -363,13 +390,13 @@ at::Tensor stepped(const std::optional<at::Tensor>& q, const at::Tensor& k, cons
   at::Tensor out = q ? at::empty({q->size(0), q->size(1), 1, v.size(3)}, q->options()) : at::empty({0}, k.options());
   std::vector<Stored> keys;
   for (const std::vector<Stored>& levels : kept.keys) keys.insert(keys.end(), levels.begin(), levels.end());
-  T* const before = old.data_ptr<T>();
-  exchange<T>(k, Order(order), keys, position, kept.chunk, before);
-  exchange<T>(v, Order(std::nullopt), kept.values, position, kept.chunk, before + k.numel());
+  S* const before = old.data_ptr<S>();
+  exchange<S>(k, Order(order), keys, position, kept.chunk, before);
+  exchange<S>(v, Order(std::nullopt), kept.values, position, kept.chunk, before + k.numel());
   *plan.data_ptr<int64_t>() = number;
   if (!q) return out;
-  const T* const factor = factors.const_data_ptr<T>();
-  attend<T>(*q, Order(order), factor, weighed<T>(kept, position, factor + q->size(3)), keys[0].rows(),
+  const Sum<S>* const factor = factors.const_data_ptr<Sum<S>>();
+  attend<S>(*q, Order(order), factor, weighed<S>(kept, position, factor + q->size(3)), keys[0].rows(),
             kept.values[0].rows(), kept.group_size, out);
   return out;
 }

@@ -11,6 +11,10 @@
 
 namespace structattn {
 
+// What numbers of 16 bits are computed in; others in their own type.
+template <typename S>
+using Sum = std::conditional_t<std::is_same_v<S, double>, double, float>;
+
 // Codes of quantized tokens: group m has positions m g ... (m + 1) g - 1. Of each page three tensors: codes (rows,
 // slots, dims, bytes), scales and zeros (rows, slots, numbers of a group).
 struct Quantized {
@@ -61,11 +65,11 @@ struct Stored {
 
 // Positions that lie side by side in a page, and the columns of the scores that they are. `first` is the first of the
 // dimensions.
-template <typename T>
+template <typename S>
 struct CacheSpan {
-  const T* numbers;
+  const S* numbers;
   int64_t stride, row_stride, dims, size, column, first;
-  T before;  // what the scores of these columns are multiplied by before this level is added; 0 where nothing was
+  Sum<S> before;  // what the scores of these columns are multiplied by before this level is added; 0 where nothing was
 };
 
 // Some positions of a group of codes, as `CacheSpan`: those from `skip` on.
@@ -96,16 +100,16 @@ void add_groups(const Stored& level, int64_t first, int64_t last, int64_t begin,
 
 // The spans of positions first ... last of a level, whose columns begin at `low`. Its numbers are those of dimensions
 // dim ... of queries, from number `from` on where it holds others as well.
-template <typename T>
-void add_spans(const Stored& level, int64_t first, int64_t last, int64_t begin, int64_t low, int64_t dim, T before,
-               std::vector<CacheSpan<T>>& out, int64_t from = 0, int64_t dims = -1) {
+template <typename S>
+void add_spans(const Stored& level, int64_t first, int64_t last, int64_t begin, int64_t low, int64_t dim, Sum<S> before,
+               std::vector<CacheSpan<S>>& out, int64_t from = 0, int64_t dims = -1) {
   for (int64_t position = first; position <= last;) {
     int64_t slot = level.ring ? position % level.ring : position - begin;
     int64_t size = last + 1 - position;
     if (level.ring) size = std::min(size, level.ring - slot);
     const at::Tensor& page = level.page(slot);
     size = std::min(size, page.size(2) - slot);
-    const T* const numbers = page.const_data_ptr<T>() + from * page.stride(1) + slot;
+    const S* const numbers = page.const_data_ptr<S>() + from * page.stride(1) + slot;
     out.push_back(
         {numbers, page.stride(1), page.stride(0), dims < 0 ? level.dims : dims, size, position - low, dim, before});
     position += size;
@@ -165,23 +169,23 @@ struct Order {
 };
 
 // Writes a token x (B, G, 1, dims) into its slot of each level, and what was there into `old` (B * G, dims).
-template <typename T>
+template <typename S>
 void exchange(const at::Tensor& x, const Order& order, const std::vector<Stored>& levels, int64_t position,
-              int64_t chunk, T* old) {
+              int64_t chunk, S* old) {
   const int64_t heads = x.size(1), rows = x.size(0) * heads, dims = x.size(3), step = x.stride(3);
-  const T* from = x.const_data_ptr<T>();
+  const S* from = x.const_data_ptr<S>();
   int64_t first = 0;
   for (const Stored& level : levels) {
     int64_t slot = level.ring ? position % level.ring : position - level.begin(position, chunk);
     const at::Tensor& page = level.page(slot);
     const int64_t row_stride = page.stride(0), stride = page.stride(1);
-    T* const to = page.data_ptr<T>() + slot;
+    S* const to = page.data_ptr<S>() + slot;
     for (int64_t row = 0; row < rows; ++row) {
-      const T* own = from + row / heads * x.stride(0) + row % heads * x.stride(1);
+      const S* own = from + row / heads * x.stride(0) + row % heads * x.stride(1);
       const int64_t* at = order.of(row % heads, heads);
       // Each number is in another line of memory: reading them first lets many be on their way.
       for (int64_t d = 0; d < level.dims; ++d) {
-        T& place = to[row * row_stride + d * stride];
+        S& place = to[row * row_stride + d * stride];
         old[row * dims + first + d] = place;
         place = own[(at ? at[first + d] : first + d) * step];
       }

@@ -9,6 +9,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <numeric>
 #include <optional>
 #include <vector>
 
@@ -38,34 +39,54 @@ inline Vec<Sum<S>> load_numbers(const S* x) {
   }
 }
 
-// out[c] = before * out[c] + sum over d of q[d] x[d stride + c].
-template <typename S, typename T = Sum<S>>
-void add_scores(const T* q, const S* x, int64_t stride, int64_t dims, int64_t size, T before, T* out) {
+// Query heads that read the same keys and values and are computed together: what they read is loaded, and converted,
+// once.
+constexpr int64_t kHeads = 4;
+
+// out[m][c] = before * out[m][c] + sum over d of q[m][d] x[d stride + c], for M queries `q_row` apart.
+template <typename S, int M, typename T = Sum<S>>
+void add_scores(const T* q, int64_t q_row, const S* x, int64_t stride, int64_t dims, int64_t size, T before, T* out,
+                int64_t out_row) {
   using V = Vec<T>;
   constexpr int64_t W = V::size();
   for (int64_t from = 0; from < size; from += kChunk) {
     const int64_t count = std::min(kChunk, size - from);
-    T* to = out + from;
-    if (before == 0)
-      std::fill(to, to + count, T(0));
-    else if (before != 1)
-      for (int64_t c = 0; c < count; ++c) to[c] *= before;
+    for (int m = 0; m < M; ++m) {
+      T* const to = out + m * out_row + from;
+      if (before == 0)
+        std::fill(to, to + count, T(0));
+      else if (before != 1)
+        for (int64_t c = 0; c < count; ++c) to[c] *= before;
+    }
     int64_t d = 0;
     for (; d + 4 <= dims; d += 4) {
       const S *a = x + d * stride + from, *b = a + stride, *e = b + stride, *f = e + stride;
-      const V qa(q[d]), qb(q[d + 1]), qe(q[d + 2]), qf(q[d + 3]);
+      V left[M][4];
+#pragma GCC unroll 4
+      for (int m = 0; m < M; ++m)
+        for (int n = 0; n < 4; ++n) left[m][n] = V(q[m * q_row + d + n]);
       int64_t c = 0;
       for (; c + W <= count; c += W) {
-        V sum = at::vec::fmadd(qa, load_numbers(a + c), V::loadu(to + c));
-        V other = qb * load_numbers(b + c);
-        sum = at::vec::fmadd(qe, load_numbers(e + c), sum);
-        other = at::vec::fmadd(qf, load_numbers(f + c), other);
-        (sum + other).store(to + c);
+        const V xa = load_numbers(a + c), xb = load_numbers(b + c), xe = load_numbers(e + c), xf = load_numbers(f + c);
+#pragma GCC unroll 4
+        for (int m = 0; m < M; ++m) {
+          T* const to = out + m * out_row + from + c;
+          V sum = at::vec::fmadd(left[m][0], xa, V::loadu(to));
+          V other = left[m][1] * xb;
+          sum = at::vec::fmadd(left[m][2], xe, sum);
+          other = at::vec::fmadd(left[m][3], xf, other);
+          (sum + other).store(to);
+        }
       }
-      for (; c < count; ++c) to[c] += q[d] * a[c] + q[d + 1] * b[c] + q[d + 2] * e[c] + q[d + 3] * f[c];
+      for (; c < count; ++c)
+        for (int m = 0; m < M; ++m) {
+          const T* const own = q + m * q_row + d;
+          out[m * out_row + from + c] += own[0] * a[c] + own[1] * b[c] + own[2] * e[c] + own[3] * f[c];
+        }
     }
     for (; d < dims; ++d)
-      for (int64_t c = 0; c < count; ++c) to[c] += q[d] * x[d * stride + from + c];
+      for (int m = 0; m < M; ++m)
+        for (int64_t c = 0; c < count; ++c) out[m * out_row + from + c] += q[m * q_row + d] * x[d * stride + from + c];
   }
 }
 
@@ -96,18 +117,39 @@ void softmax(T* x, int64_t size) {
   for (c = 0; c < size; ++c) x[c] *= factor;
 }
 
-template <typename T, typename S>
-T dot(const T* a, const S* b, int64_t size) {
+// out[m] += sum over c of a[m][c] b[c], for M rows of a `row` apart.
+template <int M, typename T, typename S>
+void add_dots(const T* a, int64_t row, const S* b, int64_t size, T* out, int64_t out_row) {
   using V = Vec<T>;
-  constexpr int64_t W = V::size();
-  V sum[4] = {V(0), V(0), V(0), V(0)};
+  constexpr int64_t W = V::size(), kSums = M == 1 ? 4 : 2;  // enough that additions do not wait for each other
+  V sum[M][kSums];
+#pragma GCC unroll 4
+  for (int m = 0; m < M; ++m)
+    for (int n = 0; n < kSums; ++n) sum[m][n] = V(0);
   int64_t c = 0;
-  for (; c + 4 * W <= size; c += 4 * W)
-    for (int64_t n = 0; n < 4; ++n)
-      sum[n] = at::vec::fmadd(V::loadu(a + c + n * W), load_numbers(b + c + n * W), sum[n]);
-  for (; c + W <= size; c += W) sum[0] = at::vec::fmadd(V::loadu(a + c), load_numbers(b + c), sum[0]);
-  T total = at::vec::vec_reduce_all<T>([](V x, V y) { return x + y; }, (sum[0] + sum[1]) + (sum[2] + sum[3]));
-  for (; c < size; ++c) total += a[c] * b[c];
+  for (; c + kSums * W <= size; c += kSums * W)
+#pragma GCC unroll 4
+    for (int n = 0; n < kSums; ++n) {
+      const V right = load_numbers(b + c + n * W);
+#pragma GCC unroll 4
+      for (int m = 0; m < M; ++m) sum[m][n] = at::vec::fmadd(V::loadu(a + m * row + c + n * W), right, sum[m][n]);
+    }
+  for (; c + W <= size; c += W)
+    for (int m = 0; m < M; ++m) sum[m][0] = at::vec::fmadd(V::loadu(a + m * row + c), load_numbers(b + c), sum[m][0]);
+#pragma GCC unroll 4
+  for (int m = 0; m < M; ++m) {
+    V all = sum[m][0];
+    for (int n = 1; n < kSums; ++n) all = all + sum[m][n];
+    T total = at::vec::vec_reduce_all<T>([](V x, V y) { return x + y; }, all);
+    for (int64_t n = c; n < size; ++n) total += a[m * row + n] * b[n];
+    out[m * out_row] += total;
+  }
+}
+
+template <typename T>
+T dot(const T* a, const T* b, int64_t size) {
+  T total = 0;
+  add_dots<1>(a, 0, b, size, &total, 0);
   return total;
 }
 
@@ -116,12 +158,22 @@ template <typename T>
 struct Codes {
   using V = Vec<T>;
   static constexpr int64_t W = V::size();
-  // Of a dimension, whose bytes are read at once: enough sums for products that do not wait for each other.
-  static constexpr int64_t kBytes = 32;
 
   static V bytes(const uint8_t* x) { return of<0, 255>(x); }
-  static V low(const uint8_t* x) { return of<0, 15>(x); }
-  static V high(const uint8_t* x) { return of<4, 15>(x); }
+
+  static void halves(const uint8_t* x, V& low, V& high) {
+#if defined(CPU_CAPABILITY_AVX512)
+    if constexpr (std::is_same_v<T, float>) {  // looked up: the 4 low bits of an index count
+      const __m512 table = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+      const __m512i at = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
+      low = _mm512_permutexvar_ps(at, table);
+      high = _mm512_permutexvar_ps(_mm512_srli_epi32(at, 4), table);
+      return;
+    }
+#endif
+    low = of<0, 15>(x);
+    high = of<4, 15>(x);
+  }
 
  private:
   template <int kShift, int kMask>
@@ -148,41 +200,65 @@ struct Codes {
   }
 };
 
-// Adds factor[d] code[d, c], summed over d, to the positions c that some bytes of each dimension hold: of 8 bits
-// `low` ... ; of 4 bits those from `low` on in the low halves, from `high` on in the high ones.
-template <typename T, bool kIsByte>
-void add_codes(const T* factor, const uint8_t* codes, int64_t stride, int64_t dims, T* low, T* high) {
+// Bytes of a dimension that are read at once, for M queries: as many as there are registers for the sums.
+template <typename T, int M>
+constexpr int64_t kBytes = kIsWide<T> || M == 1 ? 32
+                           : M == 2             ? 16
+                                                : 8;
+
+// Adds factor[m][d] code[d, c], summed over d, to the positions c of M sums that some bytes of each dimension hold: of
+// 8 bits from `low` on; of 4 bits from `low` on those in the low halves, from `high` on those in the high ones.
+template <typename T, int M, bool kIsByte>
+void add_codes(const T* factor, int64_t factor_row, const uint8_t* codes, int64_t stride, int64_t dims, T* low, T* high,
+               int64_t row) {
   using C = Codes<T>;
-  constexpr int64_t kCount = C::kBytes * (kIsByte ? 2 : 1) / C::W;
-  Vec<T> lower[kCount], upper[kCount];
-  for (int64_t n = 0; n < kCount; ++n) {
-    lower[n] = Vec<T>::loadu(low + n * C::W);
-    if constexpr (!kIsByte) upper[n] = Vec<T>::loadu(high + n * C::W);
-  }
-  for (int64_t d = 0; d < dims; ++d, codes += stride) {
-    const Vec<T> scale(factor[d]);
+  constexpr int64_t kCount = kBytes<T, M> * (kIsByte ? 2 : 1) / C::W;
+  Vec<T> lower[M][kCount], upper[M][kCount];
+#pragma GCC unroll 4
+  for (int m = 0; m < M; ++m)
     for (int64_t n = 0; n < kCount; ++n) {
-      const uint8_t* const x = codes + n * C::W;
-      if constexpr (kIsByte) {
-        lower[n] = at::vec::fmadd(scale, C::bytes(x), lower[n]);
-      } else {
-        lower[n] = at::vec::fmadd(scale, C::low(x), lower[n]);
-        upper[n] = at::vec::fmadd(scale, C::high(x), upper[n]);
+      lower[m][n] = Vec<T>::loadu(low + m * row + n * C::W);
+      if constexpr (!kIsByte) upper[m][n] = Vec<T>::loadu(high + m * row + n * C::W);
+    }
+  for (int64_t d = 0; d < dims; ++d, codes += stride) {
+    Vec<T> scale[M];
+#pragma GCC unroll 4
+    for (int m = 0; m < M; ++m) scale[m] = Vec<T>(factor[m * factor_row + d]);
+#pragma GCC unroll 8
+    for (int64_t n = 0; n < kCount; ++n) {
+      Vec<T> code, other;
+      if constexpr (kIsByte)
+        code = C::bytes(codes + n * C::W);
+      else
+        C::halves(codes + n * C::W, code, other);
+#pragma GCC unroll 4
+      for (int m = 0; m < M; ++m) {
+        lower[m][n] = at::vec::fmadd(scale[m], code, lower[m][n]);
+        if constexpr (!kIsByte) upper[m][n] = at::vec::fmadd(scale[m], other, upper[m][n]);
       }
     }
   }
-  for (int64_t n = 0; n < kCount; ++n) {
-    lower[n].store(low + n * C::W);
-    if constexpr (!kIsByte) upper[n].store(high + n * C::W);
-  }
+#pragma GCC unroll 4
+  for (int m = 0; m < M; ++m)
+    for (int64_t n = 0; n < kCount; ++n) {
+      lower[m][n].store(low + m * row + n * C::W);
+      if constexpr (!kIsByte) upper[m][n].store(high + m * row + n * C::W);
+    }
 }
 
-// Room for what is computed of a group.
+// Room for what is computed of a group, for up to kHeads queries.
 template <typename T>
 struct GroupRoom {
-  std::vector<T> scale, zero, sums, lanes;
+  int64_t size, lanes_row;  // numbers of a query in `scale`, `zero` and `sums`, and in `lanes`
+  std::vector<T> scale, zero, factor, sums, lanes;
   GroupRoom(int64_t group_size, int64_t dims)
-      : scale(std::max(group_size, dims)), zero(scale.size()), sums(group_size), lanes(dims * Codes<T>::W) {}
+      : size(std::max(group_size, dims)),
+        lanes_row(dims * Codes<T>::W),
+        scale(size),
+        zero(size),
+        factor(kHeads * size),
+        sums(kHeads * size),
+        lanes(kHeads * lanes_row) {}
 };
 
 template <typename T>
@@ -198,77 +274,111 @@ inline void copy_numbers(const at::Half* from, int64_t count, float* to) {
   for (; n < count; ++n) to[n] = from[n];
 }
 
-// out[c] = before * out[c] + sum over d of q[d] (zero[d] + scale[d] code[d, c]) for the positions of a span.
-template <typename T>
-void add_group_scores(const T* q, const GroupSpan<T>& span, int64_t row, int64_t group_size, GroupRoom<T>& room,
-                      T* out) {
-  const int64_t at_once = Codes<T>::kBytes * (span.bits == 8 ? 2 : 1);
+// out[m][c] = before * out[m][c] + sum over d of q[m][d] (zero[d] + scale[d] code[d, c]) for the positions of a span.
+template <typename T, int M>
+void add_group_scores(const T* q, int64_t q_row, const GroupSpan<T>& span, int64_t row, int64_t group_size,
+                      GroupRoom<T>& room, T* out, int64_t out_row) {
+  const int64_t at_once = kBytes<T, M> * (span.bits == 8 ? 2 : 1), size = room.size;
   const uint8_t* codes = span.codes + row * span.row_stride;
   copy_numbers(span.scale + row * span.scale_stride, span.dims, room.scale.data());
   copy_numbers(span.zero + row * span.scale_stride, span.dims, room.zero.data());
-  const T base = dot(q, room.zero.data(), span.dims);
-  for (int64_t d = 0; d < span.dims; ++d) room.scale[d] *= q[d];
+  T base[M], *const factor = room.factor.data(), *const sums = room.sums.data();
+  for (int m = 0; m < M; ++m) {
+    base[m] = dot(q + m * q_row, room.zero.data(), span.dims);
+    for (int64_t d = 0; d < span.dims; ++d) factor[m * size + d] = q[m * q_row + d] * room.scale[d];
+    std::fill(sums + m * size, sums + m * size + group_size, T(0));
+  }
   const int64_t half = group_size / 2, bytes = span.bits == 8 ? group_size : half;
-  T* const sums = room.sums.data();
-  std::fill(sums, sums + group_size, T(0));
   int64_t c = 0;
   for (; c + at_once <= bytes; c += at_once) {
     if (span.bits == 8)
-      add_codes<T, true>(room.scale.data(), codes + c, bytes, span.dims, sums + c, nullptr);
+      add_codes<T, M, true>(factor, size, codes + c, bytes, span.dims, sums + c, nullptr, size);
     else
-      add_codes<T, false>(room.scale.data(), codes + c, bytes, span.dims, sums + c, sums + half + c);
+      add_codes<T, M, false>(factor, size, codes + c, bytes, span.dims, sums + c, sums + half + c, size);
   }
   for (int64_t d = 0; d < span.dims && c < bytes; ++d)
     for (int64_t n = c; n < bytes; ++n) {
       const uint8_t x = codes[d * bytes + n];
-      if (span.bits == 8) {
-        sums[n] += room.scale[d] * static_cast<T>(x);
-      } else {
-        sums[n] += room.scale[d] * static_cast<T>(x & 15);
-        sums[half + n] += room.scale[d] * static_cast<T>(x >> 4);
+      for (int m = 0; m < M; ++m) {
+        T* const own = sums + m * size;
+        if (span.bits == 8) {
+          own[n] += factor[m * size + d] * static_cast<T>(x);
+        } else {
+          own[n] += factor[m * size + d] * static_cast<T>(x & 15);
+          own[half + n] += factor[m * size + d] * static_cast<T>(x >> 4);
+        }
       }
     }
-  for (int64_t n = 0; n < span.size; ++n)
-    out[n] = (span.before == 0 ? T(0) : span.before * out[n]) + base + sums[span.skip + n];
+  for (int m = 0; m < M; ++m) {
+    T* const to = out + m * out_row;
+    for (int64_t n = 0; n < span.size; ++n)
+      to[n] = (span.before == 0 ? T(0) : span.before * to[n]) + base[m] + sums[m * size + span.skip + n];
+  }
 }
 
-// Adds the values of a span, weighed, to out (dims), and to `room.lanes`, which are to be summed for each dimension.
-template <typename T>
-void add_group_values(const T* weight, const GroupSpan<T>& span, int64_t row, int64_t group_size, GroupRoom<T>& room,
-                      T* out) {
+// Adds the values of a span, weighed, to out[m] (dims), and to `room.lanes`, which are to be summed for each dimension.
+template <typename T, int M>
+void add_group_values(const T* weight, int64_t weight_row, const GroupSpan<T>& span, int64_t row, int64_t group_size,
+                      GroupRoom<T>& room, T* out, int64_t out_row) {
   using C = Codes<T>;
+  using V = Vec<T>;
   const uint8_t* codes = span.codes + row * span.row_stride;
-  const int64_t half = group_size / 2, bytes = span.bits == 8 ? group_size : half;
+  const int64_t half = group_size / 2, bytes = span.bits == 8 ? group_size : half, size = room.size;
   for (int64_t first = 0, part = 0; first < span.dims; first += group_size, ++part) {
     const int64_t at = row * span.scale_stride + part * group_size;
-    T *const scaled = room.scale.data(), *const zero = room.zero.data();
-    copy_numbers(span.scale + at, group_size, scaled);
+    T *const scale = room.scale.data(), *const zero = room.zero.data(), *const factor = room.factor.data();
+    copy_numbers(span.scale + at, group_size, scale);
     copy_numbers(span.zero + at, group_size, zero);
-    const T base = dot(weight, zero + span.skip, span.size);
-    std::fill(scaled, scaled + span.skip, T(0));
-    for (int64_t n = 0; n < span.size; ++n) scaled[span.skip + n] *= weight[n];
+    T base[M];
+    for (int m = 0; m < M; ++m) {
+      const T* const own = weight + m * weight_row;
+      base[m] = dot(own, zero + span.skip, span.size);
+      std::fill(factor + m * size, factor + m * size + span.skip, T(0));
+      for (int64_t n = 0; n < span.size; ++n) factor[m * size + span.skip + n] = scale[span.skip + n] * own[n];
+    }
     const int64_t last = std::min(first + group_size, span.dims);
     for (int64_t d = first; d < last; ++d) {
       const uint8_t* const own = codes + d * bytes;
-      Vec<T> sum = Vec<T>::loadu(room.lanes.data() + d * C::W), other(0);
-      T total = base;
+      V sum[M], other[M];
+#pragma GCC unroll 4
+      for (int m = 0; m < M; ++m) {
+        sum[m] = V::loadu(room.lanes.data() + m * room.lanes_row + d * C::W);
+        other[m] = V(0);
+      }
       int64_t c = 0;
       if (span.bits == 8) {
         for (; c + 2 * C::W <= bytes; c += 2 * C::W) {
-          sum = at::vec::fmadd(Vec<T>::loadu(scaled + c), C::bytes(own + c), sum);
-          other = at::vec::fmadd(Vec<T>::loadu(scaled + c + C::W), C::bytes(own + c + C::W), other);
+          const V left = C::bytes(own + c), right = C::bytes(own + c + C::W);
+#pragma GCC unroll 4
+          for (int m = 0; m < M; ++m) {
+            sum[m] = at::vec::fmadd(V::loadu(factor + m * size + c), left, sum[m]);
+            other[m] = at::vec::fmadd(V::loadu(factor + m * size + c + C::W), right, other[m]);
+          }
         }
-        for (; c < bytes; ++c) total += scaled[c] * static_cast<T>(own[c]);
       } else {
         for (; c + C::W <= bytes; c += C::W) {
-          sum = at::vec::fmadd(Vec<T>::loadu(scaled + c), C::low(own + c), sum);
-          other = at::vec::fmadd(Vec<T>::loadu(scaled + half + c), C::high(own + c), other);
+          V low, high;
+          C::halves(own + c, low, high);
+#pragma GCC unroll 4
+          for (int m = 0; m < M; ++m) {
+            sum[m] = at::vec::fmadd(V::loadu(factor + m * size + c), low, sum[m]);
+            other[m] = at::vec::fmadd(V::loadu(factor + m * size + half + c), high, other[m]);
+          }
         }
-        for (; c < bytes; ++c)
-          total += scaled[c] * static_cast<T>(own[c] & 15) + scaled[half + c] * static_cast<T>(own[c] >> 4);
       }
-      (sum + other).store(room.lanes.data() + d * C::W);
-      out[d] += total;
+#pragma GCC unroll 4
+      for (int m = 0; m < M; ++m) {
+        T total = base[m];
+        const T* const times = factor + m * size;
+        for (int64_t n = c; n < bytes; ++n) {
+          if (span.bits == 8)
+            total += times[n] * static_cast<T>(own[n]);
+          else
+            total += times[n] * static_cast<T>(own[n] & 15) + times[half + n] * static_cast<T>(own[n] >> 4);
+        }
+        (sum[m] + other[m]).store(room.lanes.data() + m * room.lanes_row + d * C::W);
+        out[m * out_row + d] += total;
+      }
     }
   }
 }
@@ -322,6 +432,61 @@ std::vector<Weighed<S>> weighed(const Kept& kept, int64_t position, const Sum<S>
   return out;
 }
 
+// Room of one thread for its queries.
+template <typename T>
+struct StepRoom {
+  int64_t dim, columns, value_dim;
+  std::vector<T> scaled, weight, sums;
+  GroupRoom<T> group;
+  StepRoom(int64_t dim, int64_t columns, int64_t value_dim, int64_t group_size)
+      : dim(dim),
+        columns(columns),
+        value_dim(value_dim),
+        scaled(kHeads * dim),
+        weight(kHeads * columns),
+        sums(kHeads * value_dim),
+        group(group_size, std::max(dim, value_dim)) {}
+};
+
+// The sums of M queries that read the same rows of keys and values, from `room.scaled` into `room.sums`.
+template <typename S, int M>
+void attend_together(const std::vector<Weighed<S>>& softmaxes, int64_t key_row, int64_t value_row, int64_t group_size,
+                     StepRoom<Sum<S>>& room) {
+  using T = Sum<S>;
+  T *const q = room.scaled.data(), *const weight = room.weight.data(), *const sums = room.sums.data();
+  std::fill(room.sums.begin(), room.sums.end(), T(0));
+  for (const Weighed<S>& one : softmaxes) {
+    // Levels in their order: what one adds changes the scale of the sum so far.
+    auto group = one.key_groups.begin();
+    for (const CacheSpan<S>& span : one.keys) {
+      for (; group != one.key_groups.end() && group->first <= span.first; ++group)
+        add_group_scores<T, M>(q + group->first, room.dim, *group, key_row, group_size, room.group,
+                               weight + group->column, room.columns);
+      add_scores<S, M>(q + span.first, room.dim, span.numbers + key_row * span.row_stride, span.stride, span.dims,
+                       span.size, span.before, weight + span.column, room.columns);
+    }
+    for (int m = 0; m < M; ++m) softmax<T>(weight + m * room.columns, one.columns);
+    for (const CacheSpan<S>& span : one.values) {
+      const S* numbers = span.numbers + value_row * span.row_stride;
+      for (int64_t d = 0; d < span.dims; ++d)
+        add_dots<M>(weight + span.column, room.columns, numbers + d * span.stride, span.size, sums + span.first + d,
+                    room.value_dim);
+    }
+    std::vector<T>& lanes = room.group.lanes;
+    for (size_t n = 0; n < one.value_groups.size(); ++n) {
+      const GroupSpan<T>& span = one.value_groups[n];
+      if (n == 0 || span.first != one.value_groups[n - 1].first) std::fill(lanes.begin(), lanes.end(), T(0));
+      add_group_values<T, M>(weight + span.column, room.columns, span, value_row, group_size, room.group,
+                             sums + span.first, room.value_dim);
+      if (n + 1 < one.value_groups.size() && one.value_groups[n + 1].first == span.first) continue;
+      for (int m = 0; m < M; ++m)
+        for (int64_t d = 0; d < span.dims; ++d)
+          for (int64_t w = 0; w < Codes<T>::W; ++w)
+            sums[m * room.value_dim + span.first + d] += lanes[m * room.group.lanes_row + d * Codes<T>::W + w];
+    }
+  }
+}
+
 // Weighted sums (B, H, 1, value dims) of queries (B, H, 1, D), times `factors` (D). The query heads of a key (or value)
 // head read its row.
 template <typename S>
@@ -335,43 +500,29 @@ void attend(const at::Tensor& query, const Order& order, const Sum<S>* factors,
   S* to = out.data_ptr<S>();
   int64_t columns = 0;
   for (const Weighed<S>& one : softmaxes) columns = std::max(columns, one.columns);
-  at::parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) {
-    std::vector<T> scaled(dim), weight(columns), sums(value_dim);
-    GroupRoom<T> room(group_size, std::max(dim, value_dim));
-    for (int64_t r = begin; r < end; ++r) {
-      const S* from = q + r / heads * query.stride(0) + r % heads * query.stride(1);
-      const int64_t* at = order.of(r % heads, heads);
-      for (int64_t d = 0; d < dim; ++d)
-        scaled[d] = static_cast<T>(from[(at ? at[d] : d) * query.stride(3)]) * factors[d];
-      std::fill(sums.begin(), sums.end(), T(0));
-      for (const Weighed<S>& one : softmaxes) {
-        // Levels in their order: what one adds changes the scale of the sum so far.
-        auto group = one.key_groups.begin();
-        for (const CacheSpan<S>& span : one.keys) {
-          for (; group != one.key_groups.end() && group->first <= span.first; ++group)
-            add_group_scores<T>(scaled.data() + group->first, *group, r / per_key, group_size, room,
-                                weight.data() + group->column);
-          add_scores<S>(scaled.data() + span.first, span.numbers + r / per_key * span.row_stride, span.stride,
-                        span.dims, span.size, span.before, weight.data() + span.column);
-        }
-        softmax<T>(weight.data(), one.columns);
-        for (const CacheSpan<S>& span : one.values) {
-          const S* numbers = span.numbers + r / per_value * span.row_stride;
-          for (int64_t d = 0; d < span.dims; ++d)
-            sums[span.first + d] += dot(weight.data() + span.column, numbers + d * span.stride, span.size);
-        }
-        for (size_t n = 0; n < one.value_groups.size(); ++n) {
-          const GroupSpan<T>& span = one.value_groups[n];
-          if (n == 0 || span.first != one.value_groups[n - 1].first)
-            std::fill(room.lanes.begin(), room.lanes.end(), T(0));
-          add_group_values<T>(weight.data() + span.column, span, r / per_value, group_size, room,
-                              sums.data() + span.first);
-          if (n + 1 < one.value_groups.size() && one.value_groups[n + 1].first == span.first) continue;
-          for (int64_t d = 0; d < span.dims; ++d)
-            for (int64_t w = 0; w < Codes<T>::W; ++w) sums[span.first + d] += room.lanes[d * Codes<T>::W + w];
-        }
+  // Rows that read the same keys and values, in pieces: fewer rows where that leaves a thread without a piece.
+  const int64_t unit = std::gcd(per_key, per_value), threads = std::max<int64_t>(1, at::get_num_threads());
+  const int64_t most = std::clamp<int64_t>(rows / threads, 1, std::min(unit, kHeads)),
+                pieces = (unit + most - 1) / most;
+  at::parallel_for(0, rows / unit * pieces, 1, [&](int64_t begin, int64_t end) {
+    StepRoom<T> room(dim, columns, value_dim, group_size);
+    for (int64_t piece = begin; piece < end; ++piece) {
+      const int64_t first = piece / pieces * unit + piece % pieces * most;
+      const int64_t count = std::min(most, unit - piece % pieces * most);
+      for (int64_t m = 0; m < count; ++m) {
+        const int64_t r = first + m, *const at = order.of(r % heads, heads);
+        const S* from = q + r / heads * query.stride(0) + r % heads * query.stride(1);
+        for (int64_t d = 0; d < dim; ++d)
+          room.scaled[m * dim + d] = static_cast<T>(from[(at ? at[d] : d) * query.stride(3)]) * factors[d];
       }
-      std::copy(sums.begin(), sums.end(), to + r * value_dim);
+      const auto together = [&](auto number) {
+        attend_together<S, number()>(softmaxes, first / per_key, first / per_value, group_size, room);
+      };
+      if (count == 1) together(std::integral_constant<int, 1>());
+      if (count == 2) together(std::integral_constant<int, 2>());
+      if (count == 3) together(std::integral_constant<int, 3>());
+      if (count == 4) together(std::integral_constant<int, 4>());
+      std::copy(room.sums.begin(), room.sums.begin() + count * value_dim, to + first * value_dim);
     }
   });
 }

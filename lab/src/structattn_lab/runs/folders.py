@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 from filelock import FileLock, Timeout
 
 from structattn.errors import ConfigError
-from structattn.files import TEMPORARY, absolute, remove_temporary, write_atomic
-from structattn_lab.old_formats import with_todays_specs
+from structattn.files import TEMPORARY, remove_temporary, write_atomic
+from structattn_lab.old_formats import is_same_setting, with_todays_specs
 from structattn_lab.settings.config_file import CONFIG
 
 T = TypeVar("T")
@@ -87,7 +87,7 @@ def _differences(settings: dict[str, Any], now: dict[str, Any], path: str = "") 
         old, new = settings[key], now[key]
         if isinstance(old, dict) and isinstance(new, dict):
             yield from _differences(old, new, f"{path}{key}.")
-        elif old != new and not (isinstance(old, str) and absolute(old) == new):  # 0.1.0 wrote paths as they were given
+        elif not is_same_setting(old, new):
             yield f"{path}{key}", old, new
 
 

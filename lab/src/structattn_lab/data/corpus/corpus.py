@@ -83,6 +83,9 @@ class SplitTokens:
         return Windows(torch.from_numpy(tokens), torch.from_numpy(documents))
 
 
+Tokens = SplitTokens  # its name until 0.2
+
+
 class Corpus:
     """A prepared corpus, opened for reading: only the lengths of the documents are loaded.
 

@@ -96,6 +96,15 @@ def test_an_old_module_that_was_divided_has_all_names() -> None:
         from structattn.studies.training.trackers import nothing  # noqa: F401
 
 
+def test_a_class_by_its_name_until_02_is_that_of_today() -> None:
+    add_old_names()
+    import structattn.studies.data.corpus.corpus as old
+
+    from structattn_lab.data import corpus
+
+    assert corpus.Tokens is corpus.corpus.Tokens is old.Tokens is corpus.SplitTokens
+
+
 def test_what_never_was_is_not_imported() -> None:
     add_old_names()
     with pytest.raises(ModuleNotFoundError, match=r"structattn\.studies\.nothing"):

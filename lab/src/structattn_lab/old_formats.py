@@ -1,21 +1,39 @@
-"""What earlier versions wrote otherwise, in the form of today: specs, and output folders.
+"""What earlier versions wrote otherwise, in the form of today: specs, records, settings and output folders.
 
 Until 0.2 the spec of a baseline model was ``peer:NAME``, which is ``baseline:NAME`` today. Version 0.1.0
-wrote no owner file into its output folders: their runs can be resumed. It did not sign the records of its
-runs, and kept their progress in the last checkpoint only.
+wrote no owner file into its output folders: their runs can be resumed. It did not sign its records, and kept
+the progress of a run in the last checkpoint only. A field that is newer than a file has a default in the
+dataclass that reads it.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from structattn.files import absolute
+
 _OLD, _NEW = "peer:", "baseline:"
 _OLD_SPEC = re.compile(rf"{_OLD}(DLinear|NHITS|PatchTST|iTransformer)\b")  # no other models had the old form
-# What the record of a run of version 0.1.0 has, which is not signed.
+# The fields of the records of version 0.1.0, which are not signed: of a run, its scores and its checkpoints,
+# and of a corpus.
 UNSIGNED_RUN = ("task", "data", "spec", "seed", "config", "task_config", "record", "model_sha256")
+UNSIGNED_SCORES = ("model_sha256", "metrics", "details")
+UNSIGNED_CHECKPOINT = ("format_version", "step", "files")
+UNSIGNED_CORPUS = (
+    "format",
+    "settings",
+    "tokenizer",
+    "vocab_size",
+    "dtype",
+    "documents",
+    "characters",
+    "splits",
+    "sha256",
+)
 
 
 def todays_spec(spec: str) -> str:
@@ -37,6 +55,56 @@ def with_todays_specs(data: Any) -> Any:
     if isinstance(data, list):
         return [with_todays_specs(value) for value in data]
     return data
+
+
+def existing_folder(folder_of: Callable[[str], Path], spec: str) -> Path:
+    """The folder of a spec; that of its old form where only that one is there.
+
+    Args:
+        folder_of: gives the folder of a spec.
+        spec: in the form of today.
+    """
+    folder, old = folder_of(spec), folder_of(old_spec(spec))
+    return old if old.exists() and not folder.exists() else folder
+
+
+def is_same_setting(old: Any, value: Any) -> bool:
+    """Whether a setting has a value; version 0.1.0 wrote paths as they were given."""
+    return old == value or (isinstance(old, str) and absolute(old) == value)
+
+
+def is_same_data(recorded: str | None, data_sha256: str) -> bool:
+    """Whether a run is of these data; the first runs did not record theirs."""
+    return recorded in (None, data_sha256)
+
+
+def recorded_parametrization(config: Mapping[str, Any]) -> Any:
+    """That of a run, from its settings; the first runs did not record it: there was only the standard one."""
+    return config.get("parametrization", "standard")
+
+
+def recorded_tokenizer(record: Mapping[str, Any]) -> Any:
+    """The description of the tokenizer of a run; before there was a choice, tokens were characters."""
+    return record.get("tokenizer", {"kind": "chars"})
+
+
+def with_short_progress(run: dict[str, Any], shorten: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+    """The data of the record of a run; in format 1 its progress has fields that only matter during the run.
+
+    Args:
+        run: the data.
+        shorten: gives the progress without those fields.
+    """
+    progress = run.get("progress")
+    if run.get("format_version", 1) == 1 and isinstance(progress, dict):
+        return {**run, "progress": shorten(progress)}
+    return run
+
+
+def finished_progress(state: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The progress of a run from the state in its last checkpoint; ``None`` if it was not finished there."""
+    progress = state.get("progress", {})
+    return dict(progress) if progress.get("finished") else None
 
 
 def _read(path: Path) -> dict[str, Any]:

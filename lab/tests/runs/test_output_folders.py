@@ -2,12 +2,15 @@
 two at once.
 """
 
+import errno
+import fcntl
 import json
 import os
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from filelock import FileLock, Timeout
 
 from structattn.cli import main
 from structattn.errors import ConfigError
@@ -180,6 +183,55 @@ def test_one_process_at_a_time(tmp_path: Path, monkeypatch) -> None:
     with opened(Path("left"), OWN, resume=True):
         pass
     assert sorted(path.name for path in Path("left").iterdir()) == [OWNER, "y"]
+
+
+def test_the_lock_of_a_process_that_is_gone_is_not_that_of_its_children(tmp_path: Path) -> None:
+    wait_here, end = os.pipe()
+    if (child := os.fork()) == 0:
+        with opened(tmp_path / "o", OWN, resume=False) as folder:
+            (folder / "x").touch()
+            if os.fork() == 0:  # such as a worker that reads data
+                os.close(end)
+                os.read(wait_here, 1)
+            os._exit(9)
+    os.waitpid(child, 0)
+    with opened(tmp_path / "o", OWN, resume=True):
+        pass
+    os.close(wait_here)
+    os.close(end)
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
+def test_a_file_system_without_locks_is_allowed(number: int, tmp_path: Path, monkeypatch, caplog) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with opened(tmp_path / "o", OWN, resume=False) as folder:
+        (folder / "x").touch()
+    assert f"{folder} cannot be locked ([Errno {number}] {os.strerror(number)}): let one process" in caplog.text
+    assert sorted(path.name for path in folder.iterdir()) == [OWNER, "x"]
+
+
+def test_a_lock_file_of_somebody_else_is_no_file_system_without_locks(tmp_path: Path) -> None:
+    (tmp_path / ".lock").mkdir()
+    with pytest.raises(IsADirectoryError), opened(tmp_path, OWN, resume=False):
+        pass
+
+
+def test_a_lock_whose_file_was_removed_meanwhile_is_taken(tmp_path: Path, monkeypatch) -> None:
+    acquire, left = FileLock.acquire, [2]
+
+    def late(self: FileLock) -> None:
+        if left[0]:
+            left[0] -= 1
+            raise Timeout(self.lock_file)
+        acquire(self)
+
+    monkeypatch.setattr(FileLock, "acquire", late)
+    with opened(tmp_path / "o", OWN, resume=False) as folder:
+        assert (folder / ".lock").read_text().startswith(f"process {os.getpid()} on ")
+    assert left == [0]
 
 
 def test_the_last_folder_of_the_same_settings_is_found(tmp_path: Path, monkeypatch) -> None:

@@ -53,14 +53,14 @@ def _attend(
     scale: float | None,
     backend: Any,
 ) -> Tensor:
-    found, module = numbered(cache), numbered(layer)
-    with found.uncounted(num_past):
-        module.check_cache(found)
-        found.bind(module)
+    level_cache, module = numbered(cache), numbered(layer)
+    with level_cache.uncounted(num_past):
+        module.check_cache(level_cache)
+        level_cache.bind(module)
         if q is None:
-            found.append(k, v)
+            level_cache.append(k, v)
             return k.new_empty(0)
-        out: Tensor = found.attend(q, k, v, scale=scale, backend=backend, attn_mask=attn_mask)
+        out: Tensor = level_cache.attend(q, k, v, scale=scale, backend=backend, attn_mask=attn_mask)
         return out.contiguous()
 
 
@@ -78,9 +78,9 @@ define(
 
 
 def _dense_past(cache: Tensor, k: Tensor, v: Tensor, num_past: int) -> tuple[Tensor, Tensor]:
-    found = numbered(cache)
-    with found.uncounted(num_past):
-        keys, values = found.dense_past(k, v)
+    level_cache = numbered(cache)
+    with level_cache.uncounted(num_past):
+        keys, values = level_cache.dense_past(k, v)
     return keys.contiguous(), values.contiguous()
 
 
@@ -117,9 +117,9 @@ def attend_compiled(
         q, k, v, scale, backend, attn_mask: see ``LevelCache.attend``.
     """
     q, k, v = autocasted(q, k, v)
-    number, num_past, call = cache.number, cache.length, torch.ops.structattn.attend_cache
+    number, num_past, attend_cache = cache.number, cache.length, torch.ops.structattn.attend_cache
     if not needs_gradient(q, k, v, attn_mask):
-        out: Tensor = call(number, layer.number, q, k, v, attn_mask, num_past, scale, backend)
+        out: Tensor = attend_cache(number, layer.number, q, k, v, attn_mask, num_past, scale, backend)
     else:
         if cache.text is not None:
             raise ConfigError("text units as levels cannot be compiled with a cache and gradients: use torch.no_grad()")
@@ -141,6 +141,6 @@ def attend_compiled(
             backend=backend,
             chunk_size=cache.chunk_size,
         )
-        call(number, layer.number, None, k.detach(), v.detach(), None, num_past, scale, backend)
+        attend_cache(number, layer.number, None, k.detach(), v.detach(), None, num_past, scale, backend)
     cache.count_traced(num_past + k.shape[2])
     return out

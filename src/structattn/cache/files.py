@@ -138,11 +138,11 @@ def save(path: str | Path, layers: Sequence[tuple[State, AnyLayout | None]], tex
         )
     tensors = {
         f"{number}.{name}": x.cpu().contiguous()
-        for number, ((_, found), _) in enumerate(layers)
-        for name, x in found.items()
+        for number, ((_, layer_tensors), _) in enumerate(layers)
+        for name, x in layer_tensors.items()
     }
-    plain = [_plain(state) | {"layout": _layout_data(layout)} for (state, _), layout in layers]
-    data: dict[str, Any] = {"format_version": FORMAT_VERSION, "layers": plain}
+    layer_records = [_plain(state) | {"layout": _layout_data(layout)} for (state, _), layout in layers]
+    data: dict[str, Any] = {"format_version": FORMAT_VERSION, "layers": layer_records}
     if text is not None:
         data["text"] = {"units": text.units, "rows": len(text.marks)}
         tensors["text.table"] = torch.tensor(list(text.table.marks), dtype=torch.uint8)
@@ -165,30 +165,32 @@ def load(
     record = read_as(_FileRecord, data, str(path))
     if not record.layers:
         raise CheckpointError(f"{path} holds the caches of no layers")
-    names = ["text.table", *(f"text.{row}" for row in range(record.text.rows))] if record.text is not None else []
-    of_layers = [str(number) for number in range(len(record.layers))]
+    text_names = ["text.table", *(f"text.{row}" for row in range(record.text.rows))] if record.text is not None else []
+    layer_numbers = [str(number) for number in range(len(record.layers))]
     for name in tensors:
-        if name not in names and name.partition(".")[0] not in of_layers:
+        if name not in text_names and name.partition(".")[0] not in layer_numbers:
             raise CheckpointError(f"{path} holds a tensor {quoted(name)} of nothing that its record names")
-    found: list[tuple[State, AnyLayout | None]] = []
+    layers: list[tuple[State, AnyLayout | None]] = []
     for number, layer in enumerate(record.layers):
-        own = {name.partition(".")[2]: x for name, x in tensors.items() if name.partition(".")[0] == str(number)}
-        moved = {name: x if device is None else x.to(device) for name, x in own.items()}
+        layer_tensors = {
+            name.partition(".")[2]: x for name, x in tensors.items() if name.partition(".")[0] == str(number)
+        }
+        layer_tensors = {name: x if device is None else x.to(device) for name, x in layer_tensors.items()}
         with damaged(path, f"layer {number}"):
-            plain = vars(layer) | {"storage": _storage_of(layer.storage)}
-            found.append(((plain, moved), _layout_of(layer.layout)))
+            state = vars(layer) | {"storage": _storage_of(layer.storage)}
+            layers.append(((state, layer_tensors), _layout_of(layer.layout)))
     text = None
     if record.text is not None:
         with damaged(path, "the text"):
             text = _text_of(
-                record.text, {name.partition(".")[2]: tensors.get(name) for name in names}, record.layers[0]
+                record.text, {name.partition(".")[2]: tensors.get(name) for name in text_names}, record.layers[0]
             )
     units = {unit for layer in record.layers for unit in layer.text or ()}
     if not units <= set(() if record.text is None else record.text.units) and len(record.layers) > 1:
         raise CheckpointError(
             f"{path} has levels of text units {sorted(units)}, and does not hold which tokens begin them"
         )
-    return found, text
+    return layers, text
 
 
 def _text_of(record: _TextRecord, marks: dict[str, Tensor | None], layer: LayerRecord) -> TextHistory:

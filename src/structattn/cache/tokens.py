@@ -28,8 +28,8 @@ def checked_shape(q: Tensor | None, k: Tensor, v: Tensor, latent: Latent | None)
     Raises:
         ShapeError: they are no tensors of that shape, or of different batches, lengths, dtypes or devices.
     """
-    given = (("k", k), ("v", v)) if q is None else (("q", q), ("k", k), ("v", v))
-    for name, x in given:
+    named_tensors = (("k", k), ("v", v)) if q is None else (("q", q), ("k", k), ("v", v))
+    for name, x in named_tensors:
         check_tensor(name, x)
         shape = x.shape  # every step pays for this
         if len(shape) != 4 or not shape[1] or not shape[3] or not x.is_floating_point():
@@ -38,7 +38,7 @@ def checked_shape(q: Tensor | None, k: Tensor, v: Tensor, latent: Latent | None)
                 f"got {x.dtype} {tuple(x.shape)}"
             )
     (batch, key_heads, length, key_dim), dtype, device = k.shape, taken_dtype(k), k.device
-    for name, x in given:
+    for name, x in named_tensors:
         if x is k:
             continue
         shape = x.shape
@@ -77,13 +77,15 @@ def _check_queries(q: Tensor, k: Tensor, v: Tensor, latent: Latent | None) -> No
 
 
 def check_layout_of_call(
-    layout: LevelLayout | None, text: TextLayout | None, always: AnyLayout | None, batch: int
+    layout: LevelLayout | None, text: TextLayout | None, cache_layout: AnyLayout | None, batch: int
 ) -> None:
     """Raises unless a call is given the segments of its tokens where the layout is that of a ``text``, else
     no layout.
     """
     if layout is not None and text is None:
-        raise ConfigError(f"the layout of this cache is always {always}: leave layout at None, got {describe(layout)}")
+        raise ConfigError(
+            f"the layout of this cache is always {cache_layout}: leave layout at None, got {describe(layout)}"
+        )
     if text is not None:
         if layout is None or not text.fits(layout):
             raise ConfigError(
@@ -95,15 +97,15 @@ def check_layout_of_call(
             )
 
 
-def checked_padding(given: Tensor | Sequence[int]) -> tuple[int, ...]:
+def checked_padding(left_padding: Tensor | Sequence[int]) -> tuple[int, ...]:
     """``left_padding`` as ints, one per row; or ``ConfigError``."""
-    if isinstance(given, Tensor):
-        check_int_tensor("left_padding", given, (None,))
-    values = given.tolist() if isinstance(given, Tensor) and not given.is_meta else given
-    fits = isinstance(values, list | tuple) and values and all(is_int(x) and 0 <= x <= MAX_LENGTH for x in values)
-    if not fits:
-        raise ConfigError(f"left_padding needs one int of at least 0 per batch row, got {describe(given)}")
-    return tuple(values)
+    if isinstance(left_padding, Tensor):
+        check_int_tensor("left_padding", left_padding, (None,))
+    paddings = left_padding.tolist() if isinstance(left_padding, Tensor) and not left_padding.is_meta else left_padding
+    is_valid = isinstance(paddings, list | tuple) and all(is_int(x) and 0 <= x <= MAX_LENGTH for x in paddings)
+    if not (is_valid and paddings):
+        raise ConfigError(f"left_padding needs one int of at least 0 per batch row, got {describe(left_padding)}")
+    return tuple(paddings)
 
 
 def _check_storage(storage: Storage, layout: Any, latent: Any) -> None:
@@ -128,11 +130,11 @@ def check_options(layout: Any, latent: Any, storage: Any, **sizes: Any) -> None:
     if isinstance(layout, HeadLayouts):
         if latent is not None:
             raise ConfigError("a cache that keeps hidden states has one layout for all heads: leave latent at None")
-        for of_head, _ in layout.groups:
-            check_options(of_head, None, storage, **sizes)
+        for head_layout, _ in layout.groups:
+            check_options(head_layout, None, storage, **sizes)
         return
-    kinds = (LevelLayout, GlobalWindowLayout, TextLayout, type(None))
-    check_type("layout", layout, kinds, "a LevelLayout, GlobalWindowLayout, HeadLayouts, TextLayout or None")
+    layout_types = (LevelLayout, GlobalWindowLayout, TextLayout, type(None))
+    check_type("layout", layout, layout_types, "a LevelLayout, GlobalWindowLayout, HeadLayouts, TextLayout or None")
     for name, value in sizes.items():
         if value is not None or name == "page_size":
             check_size(name, value, MAX_LENGTH)

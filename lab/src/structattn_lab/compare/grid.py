@@ -15,7 +15,7 @@ from torch import nn
 
 from structattn.errors import ConfigError
 from structattn_lab.compare.budgets import training_of
-from structattn_lab.old_formats import old_spec
+from structattn_lab.old_formats import existing_folder
 from structattn_lab.records.comparison import GridPosition
 from structattn_lab.report.numbers import fmt_flops
 from structattn_lab.runner.job import Job
@@ -197,8 +197,7 @@ def _run_folder(group: Path, settings: str, spec: str, seed: int, rate: float) -
     def folder(name: str) -> Path:
         return _below(group, settings) / _slug(name) / f"seed-{seed}-lr-{rate:g}"
 
-    old = folder(old_spec(spec))
-    return old if old.exists() and not folder(spec).exists() else folder(spec)
+    return existing_folder(folder, spec)
 
 
 def _slug(text: str) -> str:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from structattn_lab.old_formats import with_short_progress
 from structattn_lab.records.common import FORMAT_VERSION, Json, read_versioned
 
 
@@ -106,10 +107,7 @@ def read_run(data: dict[str, Any], where: str) -> RunRecord:
     Raises:
         CheckpointError, ConfigError: see ``read_versioned``.
     """
-    progress = data.get("progress")
-    if data.get("format_version", 1) == 1 and isinstance(progress, dict):
-        data = {**data, "progress": without_state(progress)}
-    return read_versioned(RunRecord, data, where)
+    return read_versioned(RunRecord, with_short_progress(data, without_state), where)
 
 
 def without_state(progress: dict[str, Any]) -> dict[str, Any]:

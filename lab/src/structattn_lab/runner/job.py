@@ -14,6 +14,7 @@ from accelerate.state import AcceleratorState
 from structattn.errors import CheckpointError, TrainingDivergedError
 from structattn.files import read_signed, remove_temporary, signed, write_atomic
 from structattn.typed_records import read_as
+from structattn_lab.old_formats import UNSIGNED_SCORES
 from structattn_lab.records.run import RunRecord, ScoreRecord
 from structattn_lab.settings.training import TrainingConfig
 from structattn_lab.tasks.base import Task
@@ -24,7 +25,6 @@ from structattn_lab.training.loop import TrainingResult, train
 
 logger = logging.getLogger(__name__)
 _SCORES = "scores.json"
-_UNSIGNED = ("model_sha256", "metrics", "details")  # of version 0.1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +148,7 @@ class Job:
         file is damaged: then ``run`` scores it."""
         path = self.folder / _SCORES
         try:
-            scores = read_as(ScoreRecord, read_signed(path, _UNSIGNED), str(path))
+            scores = read_as(ScoreRecord, read_signed(path, UNSIGNED_SCORES), str(path))
         except CheckpointError:
             return None
         return scores if scores.model_sha256 == record.model_sha256 else None

@@ -1,4 +1,9 @@
-"""Runs jobs in processes of this machine; an error for a process that dies names its job."""
+"""Runs jobs in processes of this machine; an error for a process that dies names its job.
+
+The pools of Python do not replace this: where a process dies, ``ProcessPoolExecutor`` fails all jobs without
+saying which one ended it, and ``multiprocessing.Pool`` waits for its job forever. Neither lets a running job
+ask its parent whether to continue, nor gives running jobs a time in which to write a checkpoint and end.
+"""
 
 from __future__ import annotations
 

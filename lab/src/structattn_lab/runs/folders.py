@@ -16,13 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from structattn.errors import ConfigError
-from structattn.files import TEMPORARY, absolute, remove_temporary, write_atomic
-from structattn_lab.old_formats import with_todays_specs
-from structattn_lab.settings.config_file import CONFIG
+from filelock import FileLock, Timeout
 
-if sys.platform != "win32":
-    import fcntl
+from structattn.errors import ConfigError
+from structattn.files import TEMPORARY, remove_temporary, write_atomic
+from structattn_lab.old_formats import is_same_setting, with_todays_specs
+from structattn_lab.settings.config_file import CONFIG
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -88,7 +87,7 @@ def _differences(settings: dict[str, Any], now: dict[str, Any], path: str = "") 
         old, new = settings[key], now[key]
         if isinstance(old, dict) and isinstance(new, dict):
             yield from _differences(old, new, f"{path}{key}.")
-        elif old != new and not (isinstance(old, str) and absolute(old) == new):  # 0.1.0 wrote paths as they were given
+        elif not is_same_setting(old, new):
             yield f"{path}{key}", old, new
 
 
@@ -310,29 +309,26 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
         return
     path = folder / _LOCK
-    while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    lock = FileLock(path, blocking=False, fallback_to_soft=False)
+    while not lock.is_locked:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.read(handle, 200).decode(errors="replace") or "another process"
-            os.close(handle)
-            raise ConfigError(f"{folder} is in use by {holder}: wait until it ends, or give another --out") from None
+            lock.acquire()
+        except Timeout:
+            with contextlib.suppress(FileNotFoundError):  # its process has just removed it: try again
+                holder = path.read_bytes()[:200].decode(errors="replace") or "another process"
+                raise ConfigError(
+                    f"{folder} is in use by {holder}: wait until it ends, or give another --out"
+                ) from None
         except OSError as error:
+            if error.filename is not None:  # it cannot be opened
+                raise
             # Some network file systems have no locks; they are allowed.
             logger.warning("%s cannot be locked (%s): let one process at a time write to it", folder, error)
-        # The process that had the lock may have removed the file since it was opened here.
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(handle), path.stat()):
-                break
-        os.close(handle)
+            break
     try:
-        os.ftruncate(handle, 0)
-        os.write(handle, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
         yield
     finally:
-        try:
-            with contextlib.suppress(OSError):
-                path.unlink()
-        finally:
-            os.close(handle)
+        with contextlib.suppress(OSError):
+            path.unlink()  # while it is locked: afterwards, it may be that of another process
+        lock.release()

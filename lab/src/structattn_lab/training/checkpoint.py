@@ -29,6 +29,7 @@ from structattn.files import (
     temporary_folder,
     write_synced,
 )
+from structattn_lab.old_formats import UNSIGNED_CHECKPOINT
 
 logger = logging.getLogger(__name__)
 FORMAT_VERSION = 1
@@ -163,7 +164,7 @@ def _manifest(path: Path) -> dict[str, Any]:
     """The manifest of a checkpoint whose files are there, of the right sizes; else raises
     ``CheckpointError``.
     """
-    manifest = read_signed(path / _MANIFEST, unsigned=("format_version", "step", "files"))
+    manifest = read_signed(path / _MANIFEST, UNSIGNED_CHECKPOINT)
     version = manifest.get("format_version")
     if version != FORMAT_VERSION:
         raise CheckpointError(f"{path}: expected format version {FORMAT_VERSION}, got {version}")

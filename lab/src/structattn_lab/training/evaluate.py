@@ -16,6 +16,7 @@ from structattn.models.language_model import LanguageModel
 from structattn.typed_records import read_as
 from structattn_lab.data.corpus import Tokenizer
 from structattn_lab.data.plain_text import is_there
+from structattn_lab.old_formats import is_same_data, recorded_parametrization
 from structattn_lab.records.run import RunRecord
 from structattn_lab.tasks.base import Task, TextModel
 from structattn_lab.tasks.registry import task_class
@@ -67,7 +68,7 @@ def load_run(folder: Path, data_path: Path | None = None) -> TrainedModel:
         )
     with reading_run(folder):
         task = kind(read_as(kind.config_class, config, f"the run in {folder} is damaged"))
-        if record.data not in (None, task.data_sha256):  # the first runs did not record it
+        if not is_same_data(record.data, task.data_sha256):
             raise DataError(
                 f"the data have changed since the run in {folder} was trained, so that a score would be meaningless: "
                 "restore them, or give their new location with --data"
@@ -141,8 +142,7 @@ def trained_model(folder: Path, run: FinishedRun, build: Callable[[str], M]) -> 
             f"the run in {folder} is damaged: {name} = {size:,} in its run.json is too large for its weights, {most:,} "
             "numbers; train it again"
         )
-    # The first runs did not record a parametrization: there was only the standard one.
-    spec = spec_for(record.spec, record.config.get("parametrization", "standard"))
+    spec = spec_for(record.spec, recorded_parametrization(record.config))
     with torch.device("meta"):
         size = sum(tensor.numel() for tensor in build(spec).state_dict().values())
     if size != most:

@@ -15,7 +15,7 @@ from torch import Tensor
 from structattn.errors import CheckpointError
 from structattn.files import read_signed, signed, write_atomic
 from structattn.typed_records import read_as
-from structattn_lab.old_formats import UNSIGNED_RUN
+from structattn_lab.old_formats import UNSIGNED_RUN, finished_progress
 from structattn_lab.records.run import Progress, RunRecord, read_run, without_state
 from structattn_lab.training.checkpoint import load_latest
 
@@ -83,8 +83,8 @@ def progress_of(record: RunRecord, folder: Path) -> Progress | None:
     if record.progress is not None:
         return record.progress
     checkpoint = load_latest(folder / "checkpoints")
-    state = checkpoint.state.get("progress", {}) if checkpoint else {}
-    return read_as(Progress, without_state(state), str(folder / "checkpoints")) if state.get("finished") else None
+    progress = finished_progress(checkpoint.state) if checkpoint else None
+    return None if progress is None else read_as(Progress, without_state(progress), str(folder / "checkpoints"))
 
 
 def read_finished(folder: Path) -> FinishedRun:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from structattn.errors import CheckpointError
-from structattn_lab.old_formats import todays_spec, with_todays_specs
+from structattn_lab.old_formats import is_same_data, todays_spec, with_todays_specs
 from structattn_lab.settings.training import WITHOUT_EFFECT, TrainingConfig
 from structattn_lab.tasks.base import Task
 
@@ -40,14 +40,11 @@ def check_identity(saved: dict[str, Any], wanted: dict[str, Any], task: Task, fo
     saved = with_todays_specs(saved)
     # A setting that is newer than the checkpoint had its default value then.
     config = _default_settings() | _lasting(saved.get("config", {}))
-    data = saved.get("data")
-    if data is None:  # the first checkpoints did not record it
-        data = wanted["data"]
-    if data != wanted["data"]:
+    if not is_same_data(saved.get("data"), wanted["data"]):
         raise CheckpointError(
             f"the data have changed since the run in {folder} was started: restore them, or use another folder"
         )
-    identity: dict[str, Any] = {name: saved.get(name) for name in wanted} | {"config": config, "data": data}
+    identity: dict[str, Any] = {name: saved.get(name) for name in wanted} | {"config": config, "data": wanted["data"]}
     path = task.data_path(wanted["task_config"])
     if saved.get("data") and path is not None:  # the same data may have been moved
         identity["task_config"] = task.with_data_path(identity["task_config"], path)

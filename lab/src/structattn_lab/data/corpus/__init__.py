@@ -2,7 +2,7 @@
 memory.
 """
 
-from structattn_lab.data.corpus.corpus import Corpus, SplitTokens, Windows
+from structattn_lab.data.corpus.corpus import Corpus, SplitTokens, Tokens, Windows
 from structattn_lab.data.corpus.documents import Document, Source
 from structattn_lab.data.corpus.preparation import PrepareConfig, prepare
 from structattn_lab.data.corpus.tokenizers import (
@@ -24,6 +24,7 @@ __all__ = [
     "Source",
     "SplitTokens",
     "Tokenizer",
+    "Tokens",
     "Windows",
     "prepare",
     "text_units",

@@ -20,11 +20,10 @@ from structattn.files import read_signed
 from structattn_lab.data.corpus.tokenizers import Tokenizer, tokenizer_from
 from structattn_lab.data.plain_text import is_there
 from structattn_lab.data.splits import SPLITS, DataSplit
+from structattn_lab.old_formats import UNSIGNED_CORPUS
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-# Version 0.1.0 did not sign its manifests.
-_UNSIGNED = ("format", "settings", "tokenizer", "vocab_size", "dtype", "documents", "characters", "splits", "sha256")
 LENGTH_TYPE = np.dtype("<u4")
 _HINT = "Prepare it with `structattn data prepare text`"
 
@@ -84,6 +83,9 @@ class SplitTokens:
         return Windows(torch.from_numpy(tokens), torch.from_numpy(documents))
 
 
+Tokens = SplitTokens  # its name until 0.2
+
+
 class Corpus:
     """A prepared corpus, opened for reading: only the lengths of the documents are loaded.
 
@@ -102,7 +104,7 @@ class Corpus:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
-            self.manifest = read_signed(folder / MANIFEST, _UNSIGNED)
+            self.manifest = read_signed(folder / MANIFEST, UNSIGNED_CORPUS)
         except CheckpointError as error:
             if not is_there(str(folder / MANIFEST)):
                 got = f"a folder without {MANIFEST}" if folder.is_dir() else "no such folder"

@@ -25,6 +25,7 @@ from structattn.seeds import generator
 from structattn.typed_records import read_as
 from structattn_lab.data.corpus import Tokenizer, Windows, text_units, tokenizer_from
 from structattn_lab.data.text_data import open_text_data
+from structattn_lab.old_formats import recorded_tokenizer
 from structattn_lab.tasks.base import (
     Baseline,
     Batch,
@@ -150,8 +151,8 @@ class TextTask(Task):
 
     @classmethod
     def text_model(cls, config: dict[str, Any], record: dict[str, Any]) -> TextModel:
-        """See ``Task``; runs of before there was a choice of tokenizers are of characters."""
-        tokenizer = tokenizer_from(record.get("tokenizer", {"kind": "chars"}))
+        """See ``Task``."""
+        tokenizer = tokenizer_from(recorded_tokenizer(record))
         settings = read_as(TextConfig, config, "the settings of the run")
         return TextModel(tokenizer=tokenizer, build=partial(settings.build_model, tokenizer=tokenizer))
 

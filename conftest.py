@@ -85,6 +85,14 @@ def _quick_interpreter() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A library that the user has built is not found: a process cannot load it and that of ``built``."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STRUCTATTN_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+        yield
+
+
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The C++ library, compiled once for all processes of a test run; without it again afterwards."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -35,8 +35,7 @@ def over_dense(
     chunk_size: int | None = None,
 ) -> Tensor:
     """``structured_attention`` for keys and values that may have different numbers of heads."""
-    heads = math.lcm(k.shape[1], v.shape[1])  # divides the query heads, as both do
-    k, v = (x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
+    k, v = _of_equal_heads(k, v)
     check_tensors(q, k, v)
     attention: Callable[..., Tensor] = structured_attention
     if chunk_size is not None:
@@ -56,6 +55,31 @@ def over_dense(
         attn_mask=options.attn_mask,
         alibi_slopes=options.alibi_slopes,
     )
+
+
+def _of_equal_heads(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values with the same number of heads, which divides that of the queries, as both do."""
+    heads = math.lcm(k.shape[1], v.shape[1])
+    k, v = (x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
+    return k, v
+
+
+def plain_with_lse(q: Tensor, k: Tensor, v: Tensor, options: ScoreTerms, *, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """Plain attention, whose queries are the last tokens if it is causal: out (B, H, T, V), and the
+    log-sum-exp of the scores, (B, H, T).
+    """
+    return structured_attention(
+        q, *_of_equal_heads(k, v), None, is_causal=is_causal, scale=options.scale, return_lse=True
+    )
+
+
+def joined_by_lse(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """The attention over all keys, from that over some keys each, with their log-sum-exps."""
+    if len(parts) == 1:
+        return parts[0][0]
+    whole = torch.stack([lse for _, lse in parts]).logsumexp(0)
+    outs = [out * torch.exp(lse - whole)[..., None] for out, lse in parts]
+    return torch.stack(outs).sum(0).to(parts[0][0].dtype)
 
 
 def over_view(q: Tensor, view: KeyValueView, options: ScoreTerms, backend: Backend) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from structattn.cache import native_decode
-from structattn.cache.attend import over_dense, over_view
+from structattn.cache.attend import joined_by_lse, over_dense, over_view, plain_with_lse
 from structattn.cache.decode import KeyValueView
 from structattn.cache.latent import Latent
 from structattn.cache.levels import (
@@ -40,6 +40,8 @@ from structattn.ops.terms import DTYPES, ScoreTerms
 
 # Up to this many new tokens are decoded from the pages, run by run; more are computed over dense keys.
 _FEW_TOKENS = 16
+# Queries of a prompt that are computed together over quantized tokens: few calls, and little that is copied.
+_PROMPT_QUERIES = 512
 
 
 class OtherLatentError(ConfigError):
@@ -727,6 +729,8 @@ class Contents:
         """
         storage, count, length = self.storage, q.shape[2], keys.shape[2]
         assert storage is not None
+        if stored_values is values and self._sees_all(options, backend) and count >= storage.group_size:
+            return self._over_all_quantized(q, keys, values, options)
         out = q.new_empty((*q.shape[:3], values.shape[3]))
         for number, (_, batch, pad) in enumerate(self.rows):
             first = self.length
@@ -752,6 +756,44 @@ class Contents:
                     chunk_size=self.chunk_size,
                 )
                 first = end
+        return out
+
+    def _sees_all(self, options: ScoreTerms, backend: Backend) -> bool:
+        """Whether queries see all tokens before them, in one level, and nothing changes the scores."""
+        layout = self.layout
+        is_plain = layout is None or (isinstance(layout, LevelLayout) and layout.num_levels == 1 and not layout.windows)
+        is_whole = is_plain and self.window is None and self.chunk_size is None
+        assert self.storage is not None
+        return is_whole and options.has_scale_only and backend == "auto" and self.storage.residual > 0
+
+    def _over_all_quantized(self, q: Tensor, keys: Tensor, values: Tensor, options: ScoreTerms) -> Tensor:
+        """``_over_quantized`` where ``_sees_all``: many queries at once over the groups that all of them
+        read, and few at a time over the rest, whose boundary moves, joined by their log-sum-exps.
+        """
+        storage, length = self.storage, keys.shape[2]
+        assert storage is not None
+        out = q.new_zeros((*q.shape[:3], values.shape[3]))
+        for number, (_, batch, pad) in enumerate(self.rows):
+            for first in range(max(self.length, pad), length, _PROMPT_QUERIES):
+                end = min(first + _PROMPT_QUERIES, length)
+                low = pad + storage.first_exact(first - pad)  # all these queries read what is before it as codes
+                seen = [x[batch, :, low:end].clone() for x in (keys, values)]
+                self._quantize_row(number, batch, pad, end - 1 - pad, keys, values)
+                query = q[batch, :, first - self.length : end - self.length]
+                near, at, before = [], first, low
+                while at < end:
+                    border = pad + storage.first_exact(at - pad)
+                    stop = min(end, border + storage.group_size + storage.residual - 1)
+                    for x, read in zip(seen, (keys, values), strict=True):
+                        x[:, :, before - low : border - low] = read[batch, :, before:border]
+                    last = (x[:, :, : stop - low] for x in seen)
+                    near.append(plain_with_lse(query[:, :, at - first : stop - first], *last, options, is_causal=True))
+                    at, before = stop, border
+                parts = [tuple(torch.cat(x, dim=2) for x in zip(*near, strict=True))]
+                if low > pad:
+                    read = (x[batch, :, pad:low] for x in (keys, values))
+                    parts.append(plain_with_lse(query, *read, options, is_causal=False))
+                out[batch, :, first - self.length : end - self.length] = joined_by_lse(parts)
         return out
 
     def _quantize(self, length: int, k: Tensor | None = None, v: Tensor | None = None) -> None:
@@ -826,22 +868,30 @@ class Contents:
         begin, needed = store.end[number] // size, level.first_group(position, number)
         if needed > begin:  # no query sees the others any more
             store.first[number], store.end[number] = needed * size, max(store.end[number], min(needed * size, exact))
-        for group in range(max(begin, needed), exact // size):
-            at = slice(offset + group * size, offset + (group + 1) * size)
-            x = dense[:, :, at].transpose(2, 3).clone(memory_format=torch.contiguous_format)
+        groups = range(max(begin, needed), exact // size)
+        while groups:
+            start = level.start(groups[0] * size, number)
+            run = groups[: store.ring]  # a ring has no place for more at once
+            if level.start(run[-1] * size, number) != start:
+                run = run[: next(n for n, group in enumerate(run) if level.start(group * size, number) != start)]
+            groups = groups[len(run) :]
+            at = slice(offset + run[0] * size, offset + (run[-1] + 1) * size)
+            x = dense[:, :, at].unflatten(2, (len(run), size)).transpose(3, 4)
+            x = x.clone(memory_format=torch.contiguous_format)
             # Sink tokens are read elsewhere: their numbers, often large, must not widen the range of others.
-            hidden = min(max(0, sinks - group * size), size)
-            x[..., :hidden] = x[..., hidden : hidden + 1] if hidden < size else 0.0
-            start = level.start(group * size, number)
-            slot = store.slot(group, start)
-            store.grow(slot + 1, self.shape.batch, dense)
-            found = store.write(x, batch, group, start, overwritten).transpose(2, 3)
-            dense[:, :, at][:, :, hidden:] = found[:, :, hidden:]
-            store.end[number] = (group + 1) * size
+            hidden = min(max(0, sinks - run[0] * size), len(run) * size)
+            for n in range(-(-hidden // size)):
+                of_group = min(hidden - n * size, size)
+                x[:, :, n, :, :of_group] = x[:, :, n, :, of_group : of_group + 1] if of_group < size else 0.0
+            slots = [store.slot(group, start) for group in run]
+            store.grow(max(slots) + 1, self.shape.batch, dense)
+            stored = store.write(x, batch, run[0], start, overwritten).transpose(3, 4).flatten(2, 3)
+            dense[:, :, at][:, :, hidden:] = stored[:, :, hidden:]
+            store.end[number] = (run[-1] + 1) * size
             if store.ring is not None:
-                store.first[number] = max(store.first[number], (group + 1 - store.ring) * size)
-            elif slot == 0:
-                store.first[number] = group * size
+                store.first[number] = max(store.first[number], (run[-1] + 1 - store.ring) * size)
+            elif slots[0] == 0:
+                store.first[number] = run[0] * size
 
     def _is_direct(self, q: Tensor, k: Tensor, v: Tensor, options: ScoreTerms, backend: Backend) -> bool:
         """Whether new tokens are decoded straight from what is kept: few ones, past the padding, without a
@@ -1021,8 +1071,9 @@ class Contents:
             first = max(level.first_group(position, row) * size, store.first[number])
             if first < end:
                 start = level.start(end - 1, row)
-                numbers = store.read(batch, first // size, end // size, start, past.dtype)
-                past[batch, :, first + pad : end + pad] = numbers.transpose(2, 3)
+                past[batch, :, first + pad : end + pad] = store.read(
+                    batch, first // size, end // size, start, past.dtype
+                )
 
     def _dense(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -100,28 +100,45 @@ class GroupStore:
             slot -= page[0].shape[2]
         raise AssertionError(f"slot {slot} is beyond the pages")
 
+    def _spans(
+        self, group: int, count: int, start: int
+    ) -> Iterator[tuple[int, int, tuple[Tensor, Tensor, Tensor], int]]:
+        """Groups ``group`` ... as they lie in the pages: which is the first, how many, the page, and its
+        slot.
+        """
+        done = 0
+        while done < count:
+            slot = self.slot(group + done, start)
+            page, at = self.place(slot)
+            size = min(count - done, page[0].shape[2] - at)
+            if self.ring is not None:
+                size = min(size, self.ring - slot)
+            yield done, size, page, at
+            done += size
+
     def write(
         self, x: Tensor, rows: slice, group: int, start: int, overwritten: list[Callable[[], object]] | None
     ) -> Tensor:
-        """Quantizes a group.
+        """Quantizes n groups that follow each other in one block.
 
         Args:
-            x: (rows, heads, dim, g).
+            x: (rows, heads, n, dim, g).
             rows: of the batch.
-            group: its number.
-            start: of its block.
-            overwritten: gets a function that writes back what was there.
+            group: the number of the first one.
+            start: of their block.
+            overwritten: gets functions that write back what was there.
 
         Returns:
-            The numbers as they are read, (rows, heads, dim, g), in the dtype of x.
+            The numbers as they are read, as x.
         """
         codes, scale, zero = self._quantized(x)
-        page, slot = self.place(self.slot(group, start))
-        for held, new in zip(page, (packed(codes, self.bits), scale, zero), strict=True):
-            there = held[rows, :, slot]
-            if overwritten is not None:
-                overwritten.append(partial(there.copy_, there.clone()))
-            there.copy_(new)
+        stored = packed(codes, self.bits), scale, zero
+        for first, size, page, slot in self._spans(group, x.shape[2], start):
+            for held, new in zip(page, stored, strict=True):
+                there = held[rows, :, slot : slot + size]
+                if overwritten is not None:
+                    overwritten.append(partial(there.copy_, there.clone()))
+                there.copy_(new[:, :, first : first + size])
         return self._numbers(codes, scale, zero, x.dtype)
 
     def _quantized(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -144,13 +161,12 @@ class GroupStore:
         return torch.addcmul(zero.to(wide), scale.to(wide), codes.to(wide)).to(dtype)
 
     def read(self, rows: slice, first: int, end: int, start: int, dtype: torch.dtype) -> Tensor:
-        """The numbers of groups first ... end - 1, (rows, heads, dim, n g)."""
+        """The numbers of groups first ... end - 1, (rows, heads, n g, dim)."""
         found = []
-        for group in range(first, end):
-            page, slot = self.place(self.slot(group, start))
-            codes, scale, zero = (x[rows, :, slot] for x in page)
+        for _, size, page, slot in self._spans(first, end - first, start):
+            codes, scale, zero = (x[rows, :, slot : slot + size] for x in page)
             found.append(self._numbers(unpacked(codes, self.bits), scale, zero, dtype))
-        return torch.cat(found, dim=-1)
+        return torch.cat(found, dim=2).transpose(3, 4).flatten(2, 3)
 
     def selected(self, rows: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Pages of rows ``rows[b]``."""

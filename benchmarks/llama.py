@@ -13,18 +13,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from benchmarks.registry import Case, Check, Group, benchmark
+from benchmarks.decode import STORAGES
+from benchmarks.registry import Case, CaseUnavailableError, Check, Group, benchmark
 from benchmarks.shapes import ModelShape
-from structattn import LevelLayout
+from structattn import LevelLayout, Storage
 from structattn.testing.tolerances import WHOLE_MODEL
 
 BASELINE = "DynamicCache"
+QUANTIZED = "QuantizedCache, 4 bits (quanto)"  # transformers' own, with the group and residual of ours
+# How far logits of random weights may be from those of exact keys where a cache rounds to 4 bits.
+ROUNDED = dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), 0.3)
 SEED = 0
 VOCABULARY = 32_000
 SHAPES = {
@@ -42,7 +46,9 @@ def specs(shape: ModelShape, length: int) -> dict[str, str | None]:
     windows = "|".join(["-", *(str(length >> level) for level in range(1, 8))])
     return {
         BASELINE: None,
+        QUANTIZED: None,
         "one level": "standard",
+        **dict.fromkeys(STORAGES, "standard"),
         "mlr 8 levels": f"mlr:{ranks}",
         "mlr 8 levels, values": f"mlr:{ranks},values={ranks}",
         "sliding 8 levels": f"sliding:{ranks}@{windows}",
@@ -79,14 +85,27 @@ def build_llama(
     return model if spec is None else structurize(model, spec)
 
 
-def _new_cache(model: Any, spec: str | None, **options: Any) -> dict[str, Any]:
-    """An empty cache of a model with that spec, by the name that this transformers has for it."""
+def _new_cache(model: Any, spec: str | None, label: str = BASELINE, **options: Any) -> dict[str, Any]:
+    """An empty cache of a model with that spec, by the name that this transformers has for it.
+
+    Raises:
+        CaseUnavailableError: the quantized cache of transformers needs a package that is not here.
+    """
     from structattn.integrations.transformers import level_cache
     from structattn.integrations.transformers.caches.model_cache import CACHE
 
-    from transformers import DynamicCache  # isort: skip
+    from transformers import DynamicCache, QuantizedCache  # isort: skip
 
-    return {CACHE: DynamicCache(config=model.config) if spec is None else level_cache(model, **options)}
+    if spec is not None:
+        return {CACHE: level_cache(model, storage=STORAGES.get(label), **options)}
+    if label != QUANTIZED:
+        return {CACHE: DynamicCache(config=model.config)}
+    like = Storage(4, 4)
+    sizes = {"nbits": 4, "q_group_size": like.group_size, "residual_length": like.residual}
+    try:
+        return {CACHE: QuantizedCache("quanto", model.config, **sizes)}
+    except ImportError as error:
+        raise CaseUnavailableError("it needs the package optimum-quanto") from error
 
 
 def _tokens(length: int, device: torch.device) -> Tensor:
@@ -119,18 +138,22 @@ class LlamaStep:
         ids: all S tokens, (1, S).
         given: the cache by the name that this transformers has for it; its decorator for older names takes
             time.
+        tolerances: of the logits.
     """
 
     model: Any
     cache: Any
     ids: Tensor
     given: dict[str, Any]
-    tolerances: ClassVar = WHOLE_MODEL
+    tolerances: dict[torch.dtype, float] = field(default_factory=lambda: WHOLE_MODEL)
 
     def prepare(self) -> None:
         """Takes back the step before."""
         if self.cache.get_seq_length() == self.ids.shape[1]:
             self.cache.crop(-1)
+            for layer in self.cache.layers:
+                if hasattr(layer, "cumulative_length"):  # of QuantizedCache: crop leaves it as it was
+                    layer.cumulative_length -= 1
 
     @torch.no_grad()
     def __call__(self) -> Tensor:
@@ -142,7 +165,10 @@ class LlamaStep:
     def cache_nbytes(self) -> int:
         """Bytes of all layers."""
         own = getattr(self.cache, "nbytes", None)
-        return sum(x.keys.nbytes + x.values.nbytes for x in self.cache.layers) if own is None else own
+        if own is not None:
+            return own
+        kept = [x for layer in self.cache.layers for x in _kept_by(layer)]
+        return sum(x.nbytes for x in kept)
 
     @torch.no_grad()
     def check(self) -> Iterator[Check]:
@@ -151,6 +177,17 @@ class LlamaStep:
         for _ in range(2):
             self.prepare()
             yield self(), exact
+
+
+def _kept_by(layer: Any) -> Iterator[Tensor]:
+    """The tensors of a layer of transformers' caches."""
+    waiting = [getattr(layer, name, None) for name in ("keys", "values", "_quantized_keys", "_quantized_values")]
+    while waiting:
+        x = waiting.pop()
+        if hasattr(x, "__tensor_flatten__"):  # of quanto: codes, scales and shifts, the codes packed in one more
+            waiting += [getattr(x, name) for name in x.__tensor_flatten__()[0]]
+        elif x is not None:
+            yield x
 
 
 def llama_groups(
@@ -163,7 +200,9 @@ def llama_groups(
     """One group per length."""
     shape = SHAPES[device.type] if shape is None else shape
     for length in LENGTHS[device.type] if lengths is None else lengths:
-        cases = tuple(_case(label, shape, length, device, dtype) for label in specs(shape, length))
+        # On a GPU a step would make all keys and values anew: see docs/inference.md.
+        labels = [x for x in specs(shape, length) if device.type == "cpu" or x not in (QUANTIZED, *STORAGES)]
+        cases = tuple(_case(label, shape, length, device, dtype) for label in labels)
         yield Group(mode="decode", cases=cases)
 
 
@@ -173,15 +212,19 @@ def _case(label: str, shape: ModelShape, length: int, device: torch.device, dtyp
     @torch.no_grad()
     def build() -> LlamaStep:
         model = _model(shape, spec, length, device, dtype)
-        given, ids = _new_cache(model, spec, max_length=length), _tokens(length, device)
+        given, ids = _new_cache(model, spec, label, max_length=length), _tokens(length, device)
         model(ids[:, :-1], use_cache=True, logits_to_keep=1, **given)
         (cache,) = given.values()
-        return LlamaStep(model=model, cache=cache, ids=ids, given=given)
+        tolerances = ROUNDED if label in (QUANTIZED, *STORAGES) else WHOLE_MODEL
+        return LlamaStep(model=model, cache=cache, ids=ids, given=given, tolerances=tolerances)
 
     weights = shape.num_layers * _layer_weights(shape) + VOCABULARY * width
     layout = layout_of_spec(spec, shape, length)
     per_head = layout.key_cache_size(length) + layout.value_cache_size(length, shape.head_dim)
     kept = shape.num_layers * shape.num_kv_heads * per_head
+    moved = (3 if spec is None else 1) * kept * dtype.itemsize
+    if label in (QUANTIZED, *STORAGES):  # about: the tokens of the residual are exact, and scales are read too
+        moved = kept * int(STORAGES.get(label, Storage(4, 4)).key_bits) // 8  # type: ignore[call-overload]
     return Case(
         benchmark="llama",
         label=label,
@@ -189,7 +232,7 @@ def _case(label: str, shape: ModelShape, length: int, device: torch.device, dtyp
         build=build,
         flops=2 * (weights + shape.num_heads // shape.num_kv_heads * kept),
         # What transformers' cache holds is read to be copied, written, and read to attend.
-        bytes=dtype.itemsize * (weights + (3 if spec is None else 1) * kept),
+        bytes=dtype.itemsize * weights + moved,
         is_baseline=label == BASELINE,
         tokens=1,
         cached_tokens=length,
@@ -254,7 +297,8 @@ def prompt_groups(
     """One group per length."""
     shape = PROMPT_SHAPES[device.type] if shape is None else shape
     for length in PROMPT_LENGTHS[device.type] if lengths is None else lengths:
-        cases = tuple(_prompt_case(label, shape, length, device, dtype) for label in specs(shape, length))
+        labels = [x for x in specs(shape, length) if x not in (QUANTIZED, *STORAGES)]
+        cases = tuple(_prompt_case(label, shape, length, device, dtype) for label in labels)
         yield Group(mode="prefill", cases=cases)
 
 

@@ -777,22 +777,24 @@ class Contents:
             for first in range(max(self.length, pad), length, _PROMPT_QUERIES):
                 end = min(first + _PROMPT_QUERIES, length)
                 low = pad + storage.first_exact(first - pad)  # all these queries read what is before it as codes
-                seen = [x[batch, :, low:end].clone() for x in (keys, values)]
+                near_k, near_v = (x[batch, :, low:end].clone() for x in (keys, values))
                 self._quantize_row(number, batch, pad, end - 1 - pad, keys, values)
                 query = q[batch, :, first - self.length : end - self.length]
                 near, at, before = [], first, low
                 while at < end:
                     border = pad + storage.first_exact(at - pad)
                     stop = min(end, border + storage.group_size + storage.residual - 1)
-                    for x, read in zip(seen, (keys, values), strict=True):
-                        x[:, :, before - low : border - low] = read[batch, :, before:border]
-                    last = (x[:, :, : stop - low] for x in seen)
-                    near.append(plain_with_lse(query[:, :, at - first : stop - first], *last, options, is_causal=True))
+                    for exact, read in ((near_k, keys), (near_v, values)):
+                        exact[:, :, before - low : border - low] = read[batch, :, before:border]
+                    k, v = near_k[:, :, : stop - low], near_v[:, :, : stop - low]
+                    near.append(plain_with_lse(query[:, :, at - first : stop - first], k, v, options, is_causal=True))
                     at, before = stop, border
-                parts = [tuple(torch.cat(x, dim=2) for x in zip(*near, strict=True))]
+                parts = [
+                    (torch.cat([near_out for near_out, _ in near], dim=2), torch.cat([lse for _, lse in near], dim=2))
+                ]
                 if low > pad:
-                    read = (x[batch, :, pad:low] for x in (keys, values))
-                    parts.append(plain_with_lse(query, *read, options, is_causal=False))
+                    k, v = keys[batch, :, pad:low], values[batch, :, pad:low]
+                    parts.append(plain_with_lse(query, k, v, options, is_causal=False))
                 out[batch, :, first - self.length : end - self.length] = joined_by_lse(parts)
         return out
 

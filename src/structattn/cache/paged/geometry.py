@@ -11,6 +11,7 @@ from functools import cached_property
 from structattn.cache.levels import Level, SinkLevel, Softmax, sink_level, softmaxes_of, value_levels
 from structattn.errors import ConfigError
 from structattn.layout.global_window import Layout
+from structattn.layout.heads import AnyLayout, HeadLayouts
 from structattn.layout.levels import LevelLayout
 
 
@@ -72,8 +73,8 @@ class Lifetime:
 
 
 @dataclass(frozen=True)
-class LayerShape:
-    """What a cache keeps of one attention layer.
+class HeadsShape:
+    """What a cache keeps of the key heads of an attention layer that have one layout.
 
     Attributes:
         layout, window: as of ``structured_attention``.
@@ -122,6 +123,45 @@ class LayerShape:
         yield from zip((self.keys[0], self.values[0]), self.sink_levels, strict=False)
 
 
+@dataclass(frozen=True)
+class LayerShape:
+    """What a cache keeps of one attention layer.
+
+    Attributes:
+        layout, window: as of ``structured_attention``.
+        keys, values: (heads, dimension).
+
+    Raises:
+        ConfigError: a layout has segments, or there are heads without a layout of several.
+    """
+
+    layout: AnyLayout | None
+    window: int | None
+    keys: tuple[int, int]
+    values: tuple[int, int]
+
+    def __post_init__(self) -> None:
+        if isinstance(self.layout, HeadLayouts):
+            for heads, _ in (self.keys, self.values):
+                self.layout.check_heads(heads)
+        assert self.by_heads  # raises where a layout has segments
+
+    @cached_property
+    def by_heads(self) -> tuple[HeadsShape, ...]:
+        """The shape of the heads of each layout, in the order of its ``groups``; else one, of all heads."""
+        if not isinstance(self.layout, HeadLayouts):
+            return (HeadsShape(self.layout, self.window, self.keys, self.values),)
+        return tuple(
+            HeadsShape(layout, self.window, (len(heads), self.keys[1]), (len(heads), self.values[1]))
+            for layout, heads in self.layout.groups
+        )
+
+    def levels(self) -> Iterator[tuple[int, Level]]:
+        """(heads, level) of all that is kept: those of each of ``by_heads``, one after the other."""
+        for shape in self.by_heads:
+            yield from shape.levels()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """One level of the keys or values of one layer, as it lies in the pages of its group.
@@ -143,7 +183,7 @@ class Group:
 
     Attributes:
         lifetime: theirs.
-        parts: by (layer, number of the level within the layer, values after keys).
+        parts: by (layer, number of the level within the layer, in the order of ``LayerShape.levels``).
         width: numbers of a token.
     """
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from structattn.cache.paged import LayerShape, PagedCache, PagePool, ShapeProbe, Tokens
-from structattn.cache.paged.geometry import groups_of, page_numbers
+from structattn.cache.paged.geometry import groups_of, page_numbers, pages_of
 from structattn.errors import CacheError, ConfigError
 from structattn.layout.global_window import GlobalWindowLayout
 from structattn.layout.heads import HeadLayouts
@@ -111,8 +111,8 @@ class Served:
         pages = self.cache.pages
         for name, table in pages.tables.items():
             for group, slots, own in zip(pages.groups, pages.slots, table, strict=True):
-                assert len(own) == -(-group.lifetime.kept(self.done[name]) // slots)
-        owned = [page for table in pages.tables.values() for own in table for page in own]
+                assert own.keys() == set(pages_of(group.lifetime.kept(self.done[name]), slots))
+        owned = [page for table in pages.tables.values() for own in table for page in own.values()]
         assert len(set(owned)) == len(owned) == pages.num_used
         assert 0 not in owned
 
@@ -200,7 +200,7 @@ def test_a_page_is_small_where_blocks_are() -> None:
     for layer in (deep, plain_values):
         groups = groups_of([layer])
         size = page_numbers(groups, 256, 4096)
-        rounded = sum(-(-group.lifetime.slots(4095) // (size // group.width)) * size for group in groups)
+        rounded = sum(len(pages_of(group.lifetime.decoded(4095), size // group.width)) * size for group in groups)
         exact = 2 * (layer.layout.key_cache_size(4096) + layer.layout.value_cache_size(4096, 64))
         assert exact <= rounded <= 1.06 * exact
     assert len(groups_of([shape("levels"), shape("levels"), shape("plain")])) == 3  # shared by layers

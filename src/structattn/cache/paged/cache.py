@@ -142,10 +142,7 @@ class _Heads:
     def _decoded(self, singles: Singles, q: Tensor, options: ScoreTerms) -> Tensor:
         """Attention of one token of each of several requests, whose keys and values are in the pages."""
         shape = self.shape
-        stores = [
-            pages.gathered(singles.pages[pages.group], level)
-            for (_, level), pages in zip(shape.levels(), self.levels, strict=True)
-        ]
+        stores = [pages.gathered(singles.pages[pages.group]) for pages in self.levels]
         count, end = len(shape.key_levels), len(shape.key_levels) + len(shape.value_levels)
         kept = KeyValueView(
             softmaxes=shape.softmaxes,
@@ -187,13 +184,16 @@ class PagedCache(PackedCache):
 
     @contextmanager
     def step(self, requests: Sequence[Tokens]) -> Iterator[None]:
-        """A context for one call of the model with these tokens. After it the pages of blocks that have ended
-        are free.
+        """A context for one call of the model with these tokens. After it later requests may begin with them,
+        where they have a text, and the pages of blocks that have ended are free.
 
         Raises:
             CacheError: a request has no pages for its tokens; or a layer was left out, whose tokens would be
                 missing later.
         """
+        for one in requests:
+            if one.text is not None:
+                self.pages.extend(one.request, one.past, one.count)
         self._batch, self._done = Batch(self.pages, requests), set()
         try:
             yield
@@ -206,6 +206,8 @@ class PagedCache(PackedCache):
         finally:
             self._batch = None
         for one in requests:
+            if one.text is not None:
+                self.pages.note(one.request, one.text)
             self.pages.trim(one.request, one.past + one.count)
 
     def attend(

@@ -225,8 +225,8 @@ class PagePool:
         return True
 
     def extend(self, request: str, past: int, count: int) -> None:
-        """Gives a request that has pages for its next tokens those of windows too, as far as there are any,
-        that later requests need to begin with some of these tokens. ``note`` keeps them for those, and
+        """Gives a request those pages of windows too, as far as there are any, that later requests need to
+        begin with some of its next tokens, for which it has pages. ``note`` keeps them for those, and
         ``trim`` takes them back.
         """
         for length in self.prefixes.lengths(past, past + count):

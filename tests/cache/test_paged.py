@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from structattn.cache.paged import LayerShape, PagedCache, PagePool, ShapeProbe, Tokens
-from structattn.cache.paged.geometry import groups_of, page_numbers
+from structattn.cache.paged.geometry import groups_of, page_numbers, pages_of
 from structattn.errors import CacheError, ConfigError
 from structattn.layout.global_window import GlobalWindowLayout
+from structattn.layout.heads import HeadLayouts
 from structattn.layout.levels import LevelLayout
 from structattn.ops import structured_attention
 from structattn.ops.terms import ScoreTerms
@@ -30,12 +31,26 @@ LAYOUTS = {
     "window, sink tokens": (LevelLayout.sliding((8,), (5,), sink_tokens=4), None),
     "two softmaxes": (GlobalWindowLayout((4, 4), 6), None),
 }
+BY_HEADS = {
+    "streaming heads": (HeadLayouts((None, LevelLayout.sliding((8,), (5,), sink_tokens=3))), None),
+    "heads of levels": (HeadLayouts((LAYOUTS["levels"][0], LAYOUTS["values"][0])), None),
+    "heads with a window": (HeadLayouts((LAYOUTS["sliding"][0], LAYOUTS["levels"][0])), 7),
+}
 HEADS, DIM, VALUE_DIM = 4, 8, 6
 
 
 def shape(name, keys=2, values=2):
-    layout, window = LAYOUTS[name]
+    layout, window = (LAYOUTS | BY_HEADS)[name]
     return LayerShape(layout, window, (keys, DIM), (values, VALUE_DIM))
+
+
+def random_shape(draw):
+    if draw.random() < 0.6:
+        return shape(draw.choice(list(LAYOUTS)), draw.choice((1, 2, 4)), draw.choice((1, 2, 4)))
+    names = [draw.choice(list(LAYOUTS)) for _ in range(draw.choice((1, 2, 4)))]
+    layout = HeadLayouts([LAYOUTS[name][0] for name in names])
+    window = None if "two softmaxes" in names else draw.choice((None, 5, 11))
+    return LayerShape(layout, window, (len(names), DIM), (len(names), VALUE_DIM))
 
 
 def pool_of(layers, nbytes=2**20, **options):
@@ -56,7 +71,8 @@ class Served:
                 k = torch.randn(1, layer.keys[0], length, DIM, dtype=torch.float64)
                 v = torch.randn(1, layer.values[0], length, VALUE_DIM, dtype=torch.float64)
                 self.inputs[name, index] = q, k, v
-                k, v = (x.repeat_interleave(HEADS // x.shape[1], dim=1) for x in (k, v))
+                if k.shape[1] != v.shape[1]:
+                    k, v = (x.repeat_interleave(HEADS // x.shape[1], dim=1) for x in (k, v))
                 self.expected[name, index] = structured_attention(
                     q,
                     k,
@@ -95,13 +111,13 @@ class Served:
         pages = self.cache.pages
         for name, table in pages.tables.items():
             for group, slots, own in zip(pages.groups, pages.slots, table, strict=True):
-                assert len(own) == -(-group.lifetime.kept(self.done[name]) // slots)
-        owned = [page for table in pages.tables.values() for own in table for page in own]
+                assert own.keys() == set(pages_of(group.lifetime.kept(self.done[name]), slots))
+        owned = [page for table in pages.tables.values() for own in table for page in own.values()]
         assert len(set(owned)) == len(owned) == pages.num_used
         assert 0 not in owned
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", LAYOUTS | BY_HEADS)
 def test_decoding_and_chunks_are_the_whole_text(name) -> None:
     torch.manual_seed(0)
     served = Served([shape(name)], {"a": 40, "b": 23, "c": 9}, ScoreTerms(), most_slots=4)
@@ -122,16 +138,13 @@ def test_decoding_and_chunks_are_the_whole_text(name) -> None:
 def test_any_arrivals_and_any_chunks(seed) -> None:
     draw = random.Random(seed)
     torch.manual_seed(seed)
-    layers = [
-        shape(draw.choice(list(LAYOUTS)), draw.choice((1, 2, 4)), draw.choice((1, 2, 4)))
-        for _ in range(draw.randint(1, 3))
-    ]
+    layers = [random_shape(draw) for _ in range(draw.randint(1, 3))]
     options = ScoreTerms(
         scale=draw.choice((None, 0.3)),
         softcap=draw.choice((None, 2.0)),
         sinks=draw.choice((None, torch.randn(HEADS, dtype=torch.float64))),
     )
-    if any(isinstance(layer.layout, GlobalWindowLayout) for layer in layers):
+    if any(isinstance(heads.layout, GlobalWindowLayout) for layer in layers for heads in layer.by_heads):
         options = ScoreTerms()
     lengths = {str(number): draw.randint(1, 40) for number in range(draw.randint(1, 5))}
     served = Served(layers, lengths, options, most_slots=draw.choice((1, 3, 8, 256)))
@@ -187,7 +200,7 @@ def test_a_page_is_small_where_blocks_are() -> None:
     for layer in (deep, plain_values):
         groups = groups_of([layer])
         size = page_numbers(groups, 256, 4096)
-        rounded = sum(-(-group.lifetime.slots(4095) // (size // group.width)) * size for group in groups)
+        rounded = sum(len(pages_of(group.lifetime.decoded(4095), size // group.width)) * size for group in groups)
         exact = 2 * (layer.layout.key_cache_size(4096) + layer.layout.value_cache_size(4096, 64))
         assert exact <= rounded <= 1.06 * exact
     assert len(groups_of([shape("levels"), shape("levels"), shape("plain")])) == 3  # shared by layers
@@ -224,11 +237,14 @@ def test_wrong_use_is_named() -> None:
         pool_of([layer], nbytes=100)
     with pytest.raises(ConfigError, match="needs equal blocks, and the layout has segments"):
         LayerShape(LevelLayout.from_boundaries((4, 4), ((0,), (0, 3))), None, (2, 8), (2, 8))
+    with pytest.raises(ConfigError, match="a layout for each of 2 key heads, and the layer has 4"):
+        shape("streaming heads", values=4)
 
 
-def test_a_probe_finds_what_a_layer_keeps() -> None:
-    probe, layer = ShapeProbe(), shape("values", keys=1)
-    q, k, v = (torch.randn(1, heads, 1, dim) for heads, dim in ((4, 8), (1, 8), (2, 6)))
+@pytest.mark.parametrize("layer", [shape("values", keys=1), shape("streaming heads")], ids=["one", "by heads"])
+def test_a_probe_finds_what_a_layer_keeps(layer) -> None:
+    probe = ShapeProbe()
+    q, k, v = (torch.randn(1, heads, 1, dim) for heads, dim in ((4, 8), layer.keys, (2, 6)))
     out = probe.attend(3, q, k, v, ScoreTerms(), layout=layer.layout, window=None)
     assert_close(out, v.repeat_interleave(2, dim=1))
     assert probe.layers == {3: layer}

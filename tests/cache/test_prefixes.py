@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from structattn.cache.paged import LayerShape, PagedCache, PagePool, Tokens
-from structattn.cache.paged.geometry import groups_of
+from structattn.cache.paged.geometry import Lifetime, groups_of, pages_of
 from structattn.cache.paged.prefixes import PrefixIndex, share_unit
 from structattn.layout.global_window import GlobalWindowLayout
+from structattn.layout.heads import HeadLayouts
 from structattn.layout.levels import LevelLayout
 from structattn.ops import structured_attention
 from structattn.ops.terms import ScoreTerms
@@ -27,6 +28,14 @@ LAYERS = {
     "window": [LayerShape(LevelLayout((4, 2), (64, 8)), 5, (1, 6), (1, 3))],
     "full and window": [LayerShape(None, None, (1, 4), (1, 3)), LayerShape(None, 7, (1, 4), (1, 3))],
     "two softmaxes": [LayerShape(GlobalWindowLayout((4, 4), 6), None, (1, 8), (1, 3))],
+    "streaming heads": [
+        LayerShape(HeadLayouts((None, LevelLayout.sliding((4,), (9,), sink_tokens=2))), None, (2, 4), (2, 3))
+    ],
+    "windows only": [
+        LayerShape(LevelLayout.sliding((4,), (5,), sink_tokens=7), None, (1, 4), (1, 3)),
+        LayerShape(None, 1, (1, 4), (1, 3)),
+    ],
+    "one token": [LayerShape(None, 1, (1, 4), (1, 3))],
 }
 
 
@@ -34,6 +43,10 @@ def pool_of(layers, num_pages, most_slots):
     """A pool of exactly this many pages."""
     options = {"dtype": torch.float64, "device": torch.device("cpu"), "most_slots": most_slots, "length": 4096}
     return PagePool(layers, nbytes=num_pages * PagePool(layers, nbytes=2**20, **options).page_nbytes, **options)
+
+
+def number_of(text):
+    return 1 + hash(tuple(text)) % 2**40
 
 
 class Machine:
@@ -45,17 +58,28 @@ class Machine:
         self.texts, self.done = {}, {}
         self.computed = 0
 
-    def number(self, name, position):
-        return 1 + hash(tuple(self.texts[name][: position + 1])) % 2**40
-
-    def places(self, name, first, end):
-        """(group, position, page, slot) of what a request holds of some positions."""
+    def places(self, name, length):
+        """(group, position, page, slot) of all that a request needs after some tokens."""
         pages = self.pages
         for number, (group, slots) in enumerate(zip(pages.groups, pages.slots, strict=True)):
-            sinks, kept = group.lifetime.sinks, range(max(first, end - group.lifetime.kept(end)), end)
-            for position in kept if sinks is None else range(first, min(end, sinks)):
-                slot = position % (group.lifetime.period or end)
+            kept = group.lifetime.kept(length)
+            first = 0 if group.lifetime.sinks is not None else length - len(kept)
+            for slot, position in zip(kept, range(first, length), strict=False):
                 yield number, position, pages.tables[name][number][slot // slots], slot % slots
+
+    def write(self, name, past, end):
+        """Numbers of new tokens, in all pages that a call of the model would write them to."""
+        pages = self.pages
+        for number, (group, slots) in enumerate(zip(pages.groups, pages.slots, strict=True)):
+            for position in group.lifetime.written(past, end):
+                slot = group.lifetime.slot(position)
+                page = pages.tables[name][number].get(slot // slots)
+                assert page or group.lifetime.window is not None
+                if page:
+                    assert pages._uses[page] == 1
+                    for level in self.levels:
+                        if level.group == number:
+                            level._view[page, :, slot % slots] = number_of(self.texts[name][: position + 1])
 
     def begin(self, name, text):
         self.texts[name] = text
@@ -69,13 +93,11 @@ class Machine:
             assert self.state() == before
             return False
         past, self.done[name] = self.done[name], self.done[name] + count
-        for number, position, page, slot in self.places(name, past, self.done[name]):
-            for level in self.levels:
-                if level.group == number:
-                    level._view[page, :, slot] = self.number(name, position)
+        self.pages.extend(name, past, count)
+        self.write(name, past, self.done[name])
         self.computed += count
-        self.pages.trim(name, self.done[name])
         self.pages.note(name, self.texts[name][: self.done[name]])
+        self.pages.trim(name, self.done[name])
         return True
 
     def fork(self, source, name):
@@ -99,7 +121,7 @@ class Machine:
         somewhere.
         """
         pages = self.pages
-        uses = Counter(page for table in pages.tables.values() for own in table for page in own)
+        uses = Counter(page for table in pages.tables.values() for own in table for page in own.values())
         free = [*pages._returned, *range(pages._fresh, pages.num_pages + 1)]
         assert len(set(free)) == len(free) == pages.num_free
         everywhere = [*free, *pages._cached, *uses]
@@ -107,24 +129,47 @@ class Machine:
         assert [uses[page] for page in range(pages.num_pages + 1)] == pages._uses
         assert (pages.num_cached, pages.num_used) == (len(pages._cached), len(uses))
         assert all(pages._uses[page] == 0 and page in pages.prefixes for page in pages._cached)
-        assert pages.prefixes is None or not set(pages.prefixes._nodes) & set(free)
+        assert not set(pages.prefixes._nodes) & set(free)
+        self.check_index()
         for name, table in pages.tables.items():
             done = self.done[name]
-            assert all(uses[page] == 1 for own in table[1:] for page in own)
-            assert all(uses[page] == 1 for page in table[0][done // pages.slots[0] :])
-            if pages.prefixes is not None and done % pages.slots[0]:  # nothing of others behind its last token
-                last = table[0][done // pages.slots[0]]
-                assert not any(
-                    level._view[last, :, done % pages.slots[0] :].any() for level in self.levels if not level.group
-                )
-            for number, position, page, slot in self.places(name, 0, done):
-                expected = self.number(name, position)
-                assert all(
-                    bool((level._view[page, :, slot] == expected).all())
-                    for level in self.levels
-                    if level.group == number
-                )
+            for number, (group, slots, own) in enumerate(zip(pages.groups, pages.slots, table, strict=True)):
+                assert own.keys() == set(pages_of(group.lifetime.kept(done), slots))
+                is_shared = group.lifetime.block is None
+                assert all(uses[page] == 1 or (is_shared and n < done // slots) for n, page in own.items())
+                last = own.get(done // slots)
+                if is_shared and last:  # nothing of others behind its last token
+                    assert not any(
+                        level._view[last, :, done % slots :].any() for level in self.levels if level.group == number
+                    )
+            for number, position, page, slot in self.places(name, done):
+                self.check_number(number, page, slot, self.texts[name][: position + 1])
         assert not pages.memory[0].any()
+
+    def check_index(self):
+        """Every node is with the pages that it needs, which hold its text, and none is there for nothing."""
+        index, needed = self.pages.prefixes, Counter()
+        waiting = [(node, ()) for node in index._root.children.values()]
+        while waiting:
+            node, before = waiting.pop()
+            text = before + node.tokens
+            waiting.extend((child, text) for child in node.children.values())
+            tables = [*node.pages, *(node.window or [])]
+            needed.update((page, id(node)) for table in tables for page in table.values())
+            assert node.children or any(tables)
+            for group, table in enumerate(tables):
+                group %= len(node.pages)
+                lifetime, slots = self.pages.groups[group].lifetime, self.pages.slots[group]
+                for number, page in table.items():
+                    end = min(len(text), (number + 1) * slots, lifetime.sinks or len(text))
+                    for position in range(number * slots, end):
+                        self.check_number(group, page, position % slots, text[: position + 1])
+        assert needed == Counter((page, id(node)) for page, nodes in index._nodes.items() for node in nodes)
+
+    def check_number(self, group, page, slot, text):
+        for level in self.levels:
+            if level.group == group:
+                assert bool((level._view[page, :, slot] == number_of(text)).all())
 
 
 SEEDS = 5
@@ -162,41 +207,77 @@ def test_any_order_of_what_requests_do(name, monkeypatch) -> None:
                 machine.pages.forget()
             machine.check()
         machine.pages.free_all()
+        for page in list(machine.pages._cached):
+            machine.pages.prefixes.drop(page)
+        assert (machine.pages.prefixes._nodes, machine.pages.prefixes._root.children) == ({}, {})
         machine.pages.forget()
         assert machine.pages.num_free == machine.pages.num_pages
-    is_shared = machine.pages.prefixes is not None
-    assert is_shared == (name in ("plain", "levels", "values", "two layers"))
-    assert (shared > 50, bool(dropped)) == (is_shared, is_shared)
+    assert (shared > 50, bool(dropped)) == (True, True)
     assert forked > 10
 
 
 def test_the_unit_ends_all_deeper_blocks_and_is_at_least_a_page() -> None:
     found = {
-        name: [share_unit(groups_of(layers), slots) for slots in (1, 7, 48, 50)] for name, layers in LAYERS.items()
+        name: [share_unit([group.lifetime for group in groups_of(layers)], slots) for slots in (1, 7, 48, 50)]
+        for name, layers in LAYERS.items()
     }
     assert found["plain"] == [1, 7, 48, 50]
     assert found["levels"] == [16, 16, 48, 64]
     assert found["values"] == [12, 12, 48, 60]
     assert found["two layers"] == [12, 12, 48, 60]  # blocks of 4 and 6
-    assert all(found[name] == [None] * 4 for name in ("window", "sink tokens", "full and window", "two softmaxes"))
+    assert found["window"] == [1, 7, 48, 50]  # shorter than the blocks
+    assert found["sink tokens"] == [8, 8, 48, 56]
+
+
+def numbered(*pages):
+    """Tables of one group."""
+    return [dict(enumerate(pages))]
 
 
 def test_beginnings_are_found_by_their_tokens() -> None:
-    index = PrefixIndex(4, 3)  # units end in pages: 0 1 2 | 3 4 5 | 6 7 8
+    index = PrefixIndex(4, [Lifetime()], [3])  # units end in pages: 0 1 2 | 3 4 5 | 6 7 8
     text = list(range(9))
-    index.add(text, [10, 11, 12])
-    assert index.match(text) == (8, [10, 11, 12])
-    assert index.match(text[:7]) == (4, [10, 11])
-    assert index.match([*text[:5], 99, *text[6:]]) == (4, [10, 11])
-    assert index.match([99, *text[1:]]) == (0, [])
-    index.add([*text[:4], 5, 5, 5, 5], [20, 21, 22])  # the first unit is known: page 20 is not needed
-    assert index.match([*text[:4], 5, 5, 5, 5]) == (8, [10, 21, 22])
+    index.add(text, numbered(10, 11, 12))
+    assert index.match(text) == (8, numbered(10, 11, 12))
+    assert index.match(text[:7]) == (4, numbered(10, 11))
+    assert index.match([*text[:5], 99, *text[6:]]) == (4, numbered(10, 11))
+    assert index.match([99, *text[1:]]) == (0, numbered())
+    index.add([*text[:4], 5, 5, 5, 5], numbered(20, 21, 22))  # the first unit is known: page 20 is not needed
+    assert index.match([*text[:4], 5, 5, 5, 5]) == (8, numbered(10, 21, 22))
     assert 20 not in index
     assert index.drop(21) == {21, 22}
-    assert index.match([*text[:4], 5, 5, 5, 5]) == (4, [10, 11])
+    assert index.match([*text[:4], 5, 5, 5, 5]) == (4, numbered(10, 11))
     assert index.drop(10) == {10, 11, 12}  # and all that follows
-    assert index.match(text) == (0, [])
+    assert index.match(text) == (0, numbered())
     assert not index._nodes
+
+
+def test_a_beginning_needs_its_window_and_no_other() -> None:
+    index = PrefixIndex(4, [Lifetime(), Lifetime(window=3)], [4, 2])
+    text = list(range(12))
+    index.add(text, [{0: 10, 1: 11, 2: 12}, {1: 21, 5: 25}])
+    assert index.match(text) == (12, [{0: 10, 1: 11, 2: 12}, {5: 25}])
+    assert index.match(text[:11]) == (4, [{0: 10}, {1: 21}])  # the window after 8 tokens is not there
+    assert index.drop(25) == {25}
+    assert index.match(text) == (4, [{0: 10}, {1: 21}])
+    index.add(text, [{0: 10, 1: 11, 2: 12}, {3: 23, 5: 26}])
+    assert index.match(text) == (12, [{0: 10, 1: 11, 2: 12}, {5: 26}])
+    assert index.match(text[:11]) == (8, [{0: 10, 1: 11}, {3: 23}])
+    assert index.drop(10) == {10, 11, 12, 21, 23, 26}
+
+
+def test_a_text_without_pages_is_forgotten() -> None:
+    index = PrefixIndex(4, [Lifetime(window=3)], [2])
+    text = list(range(12))
+    index.add(text, [{}])
+    assert not index._root.children
+    index.add(text, [{3: 23, 5: 25}])
+    assert (index.match(text[:8]), index.match(text)) == ((8, [{3: 23}]), (12, [{5: 25}]))
+    assert index.drop(25) == {25}
+    assert index.match(text) == (8, [{3: 23}])
+    index.add(text, [{1: 21}])
+    assert (index.drop(23), index.match(text)) == ({23}, (4, [{1: 21}]))
+    assert (index.drop(21), index._root.children, index._nodes) == ({21}, {}, {})
 
 
 def test_a_text_is_computed_once() -> None:
@@ -301,7 +382,7 @@ def test_nothing_of_a_model_with_other_weights_is_shared() -> None:
     assert machine.begin("c", [*range(20)]) == 16
 
 
-@pytest.mark.parametrize("name", ["plain", "levels", "values", "two layers"])
+@pytest.mark.parametrize("name", LAYERS)
 def test_attention_over_shared_pages_is_that_of_the_whole_text(name) -> None:
     torch.manual_seed(0)
     layers = LAYERS[name]
@@ -323,7 +404,7 @@ def test_attention_over_shared_pages_is_that_of_the_whole_text(name) -> None:
         assert done == (0 if request == "first" else cache.pages.prefixes.unit * (same // cache.pages.prefixes.unit))
         for count in (length - done - 3, 1, 2):
             assert cache.pages.reserve(request, done, count)
-            with cache.step([Tokens(request, done, count)]):
+            with cache.step([Tokens(request, done, count, texts[request][: done + count])]):
                 for index, (layer, (q, k, v)) in enumerate(zip(layers, inputs, strict=True)):
                     new = slice(done, done + count)
                     out = cache.attend(
@@ -333,10 +414,9 @@ def test_attention_over_shared_pages_is_that_of_the_whole_text(name) -> None:
                         v[:, :, new],
                         ScoreTerms(),
                         layout=layer.layout,
-                        window=None,
+                        window=layer.window,
                     )
                     k, v = (x.repeat_interleave(2 // x.shape[1], dim=1) for x in (k, v))
-                    whole = structured_attention(q, k, v, layer.layout, backend="reference")
+                    whole = structured_attention(q, k, v, layer.layout, window=layer.window, backend="reference")
                     assert_close(out, whole[:, :, new])
             done += count
-            cache.pages.note(request, texts[request][:done])

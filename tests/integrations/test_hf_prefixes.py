@@ -27,7 +27,7 @@ SIZES = {
     "initializer_range": 0.2,  # so that the largest logit is largest by far
     "eos_token_id": None,
 }
-UNIT = 16  # tokens after which the deeper blocks of MODELS end
+UNIT = 16  # tokens after which the deeper blocks of MODELS end; without blocks the unit is a page
 
 
 def structurized(spec):
@@ -44,6 +44,9 @@ MODELS = {
     "values": lambda: structurized("mlr:4|2|2@64|16|8,values=4|2|2"),
     "levels": lambda: structurized("mlr:4|2|2@64|16|8"),
     "own": lambda: own(["mlr:4|4@128|16", "bilinear-btt:1"]),
+    "windows": lambda: structurized("[mlr:4|2|2@64|16|8,window:9]"),
+    "heads": lambda: structurized("heads:mlr:4|2|2@64|16|8/window:9,sink_tokens=2"),
+    "windows only": lambda: own(["window:8", "window:20,sink_tokens=3"]),
 }
 
 
@@ -98,26 +101,29 @@ def served(model, monkeypatch, sequences=1, **options):
         yield Server(manager, computed)
 
 
-@pytest.mark.quick(name=["values"])
+@pytest.mark.quick(name=["values", "heads"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_beginning_is_computed_once(name, monkeypatch) -> None:
     model = MODELS[name]()
     first = text(40)
-    prompts = {
-        "equal": (first, 32),
-        "one token differs": ([*first[:20], (first[20] + 1) % VOCAB, *first[21:]], 16),
+    prompts = {  # with how many tokens they have in common with what came before
+        "equal": (first, 40),
+        "one token differs": ([*first[:20], (first[20] + 1) % VOCAB, *first[21:]], 20),
         "the first token differs": ([(first[0] + 1) % VOCAB, *first[1:]], 0),
-        "ends within a block": (first[:30], 16),
-        "ends with a block": (first[:32], 16),  # whose last token must be computed
-        "a token more than a block": (first[:33], 32),
-        "goes on": ([*first, *text(30, 2)], 32),
-        "goes on, again": ([*first, *text(30, 2)], 64),
-        "short": (first[:9], 0),
+        "ends within a block": (first[:30], 30),
+        "ends with a block": (first[:32], 32),  # whose last token must be computed
+        "a token more than a block": (first[:33], 33),
+        "goes on": ([*first, *text(30, 2)], 40),
+        "goes on, again": ([*first, *text(30, 2)], 70),
+        "short": (first[:9], 9),
     }
     with served(model, monkeypatch) as server:
         assert server.ask(first) == [(expected(model, first, 3), 42)]
-        for name, (tokens, shared) in prompts.items():
-            assert server.ask(tokens) == [(expected(model, tokens, 3), len(tokens) + 2 - shared)], name
+        unit = server.pages.prefixes.unit
+        assert unit == UNIT if name != "windows only" else unit < 8
+        for what, (tokens, same) in prompts.items():
+            shared = min(same, len(tokens) - 1) // unit * unit
+            assert server.ask(tokens) == [(expected(model, tokens, 3), len(tokens) + 2 - shared)], what
         pages = server.pages
         assert (pages.num_used, pages.num_cached > 0, pages.tables) == (0, True, {})
     with served(model, monkeypatch, allow_block_sharing=False) as server:
@@ -135,11 +141,12 @@ def test_what_a_request_has_written_is_shared_with_the_next_turn(monkeypatch) ->
 
 
 @pytest.mark.full
-def test_beginnings_leave_a_small_pool(monkeypatch) -> None:
-    model = MODELS["values"]()
+@pytest.mark.parametrize(("name", "blocks"), [("values", 12), ("heads", 16)])
+def test_beginnings_leave_a_small_pool(name, blocks, monkeypatch) -> None:
+    model = MODELS[name]()
     beginnings = [text(34, seed) for seed in range(4)]
     given = [[*beginnings[n % 4], *text(3 + n, n)] for n in range(6)]
-    with served(model, monkeypatch, num_blocks=12) as server:
+    with served(model, monkeypatch, num_blocks=blocks) as server:
         for tokens in given * 2:
             ((found, _),) = server.ask(tokens)
             assert found == expected(model, tokens, 3)
@@ -149,7 +156,7 @@ def test_beginnings_leave_a_small_pool(monkeypatch) -> None:
 
 
 @pytest.mark.quick(length=[21])
-@pytest.mark.parametrize("length", [1, UNIT + 1, 21])
+@pytest.mark.parametrize("length", [1, UNIT, UNIT + 1, 21])
 def test_answers_of_one_prompt_share_it(length, monkeypatch) -> None:
     model = MODELS["values"]()
     tokens = text(length)
@@ -179,7 +186,6 @@ def test_a_fork_has_the_last_tokens_of_a_window(monkeypatch) -> None:
     model = structurized("[mlr:4|2|2@64|16|8,window:9]")
     tokens = text(29)
     with served(model, monkeypatch, sequences=2) as server:
-        assert not server.manager.batch_processor.cache.use_prefix_sharing
         server.manager.add_request(tokens, max_new_tokens=6)
         found = [server.manager.get_result(timeout=60).generated_tokens for _ in range(2)]
         assert found == [expected(model, tokens, 6)] * 2

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from structattn.cache.decode import Columns
 from structattn.cache.levels import Level
-from structattn.cache.paged.geometry import Lifetime
+from structattn.cache.paged.geometry import Lifetime, pages_of
 from structattn.cache.paged.pages import PagePool
 from structattn.errors import CacheError
 
@@ -23,11 +23,14 @@ class Tokens:
         request: its name.
         past: tokens before them.
         count: how many, at least 1.
+        text: all tokens of the request, up to these, where later requests may begin with what is computed;
+            else ``None``.
     """
 
     request: str
     past: int
     count: int
+    text: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,7 @@ class Batch:
             if not written:
                 continue
             if one.count == 1:
-                slot = one.past if lifetime.period is None else one.past % lifetime.period
+                slot = lifetime.slot(one.past)
                 pages.append(table[slot // size])
                 slots.append(slot % size)
                 tokens.append(at)
@@ -130,25 +133,25 @@ class Batch:
         every = [found, *spans]
         return Slots(*(torch.cat([getattr(x, name) for x in every]) for name in ("pages", "slots", "tokens")))
 
-    def _span(self, lifetime: Lifetime, size: int, table: list[int], at: range, offset: int) -> Slots:
-        """The slots of positions of a request; its position x is token ``offset`` + x."""
+    def _span(self, lifetime: Lifetime, size: int, table: dict[int, int], at: range, offset: int) -> Slots:
+        """The slots of positions of a request that have a page; its position x is token ``offset`` + x."""
         positions = torch.arange(at.start, at.stop, device=self.pool.memory.device)
-        slots = positions if lifetime.period is None else positions % lifetime.period
-        pages = self._tensor(table).long()
-        return Slots(pages[slots // size], slots % size, positions + offset)
+        slots, first = lifetime.slot(positions), lifetime.slot(at.start)
+        numbers = pages_of(range(first, first + len(at)), size)
+        own = [table.get(number, 0) for number in numbers]
+        pages = self._tensor(own).long()[slots // size - numbers.start]
+        if not all(own):
+            pages, slots, positions = (x[pages > 0] for x in (pages, slots, positions))
+        return Slots(pages, slots % size, positions + offset)
 
     def _singles(self, placed: list[tuple[Tokens, int]]) -> Singles | None:
         if not placed:
             return None
         tables = []
         for number, (group, size) in enumerate(zip(self.pool.groups, self.pool.slots, strict=True)):
-            counts = [-(-group.lifetime.slots(one.past) // size) for one, _ in placed]
-            most = max(counts)
-            rows = [
-                self.pool.tables[one.request][number][:count] + [0] * (most - count)
-                for (one, _), count in zip(placed, counts, strict=True)
-            ]
-            tables.append(self._tensor(rows))
+            rows = [_row(group.lifetime, size, self.pool.tables[one.request][number], one.past) for one, _ in placed]
+            most = max(map(len, rows))
+            tables.append(self._tensor([row + [0] * (most - len(row)) for row in rows]))
         return Singles(self._tensor([at for _, at in placed]), [one.past for one, _ in placed], tables)
 
     def _wholes(self, placed: list[tuple[Tokens, int]]) -> Wholes | None:
@@ -171,6 +174,19 @@ class Batch:
         """For each group the slots of the tokens before that the new ones may need, and their positions."""
         for number, (group, size) in enumerate(zip(self.pool.groups, self.pool.slots, strict=True)):
             lifetime, table = group.lifetime, self.pool.tables[one.request][number]
-            first = 0 if lifetime.sinks is not None else one.past - lifetime.kept(one.past)
-            kept = range(first, first + lifetime.kept(one.past))
-            yield self._span(lifetime, size, table, kept, 0), kept
+            kept = len(lifetime.kept(one.past))
+            first = 0 if lifetime.sinks is not None else one.past - kept
+            yield self._span(lifetime, size, table, range(first, first + kept), 0), range(first, first + kept)
+
+
+def _row(lifetime: Lifetime, size: int, table: dict[int, int], position: int) -> list[int]:
+    """The pages from which a token is decoded, in the order of a store: page n of a window is number n mod
+    its ``ring``. 0 where there is none.
+    """
+    numbers, ring = pages_of(lifetime.decoded(position), size), lifetime.ring(size)
+    if ring is None:
+        return [table[number] for number in numbers]
+    row = [0] * min(numbers.stop, ring)
+    for number in numbers:
+        row[number % ring] = table[number]
+    return row

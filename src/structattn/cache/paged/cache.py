@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -13,10 +14,11 @@ from structattn.cache import decode
 from structattn.cache.attend import over_dense
 from structattn.cache.decode import KeyValueView
 from structattn.cache.paged.batch import Batch, Chunk, Singles, Tokens
-from structattn.cache.paged.geometry import LayerShape
-from structattn.cache.paged.pages import PagePool
+from structattn.cache.paged.geometry import HeadsShape, LayerShape
+from structattn.cache.paged.pages import LevelPages, PagePool
 from structattn.errors import CacheError
-from structattn.layout.heads import AnyLayout, one_layout
+from structattn.layout.heads import AnyLayout, HeadLayouts
+from structattn.ops.by_heads import joined, query_heads, select_heads, terms_of
 from structattn.ops.terms import ScoreTerms
 
 
@@ -79,6 +81,84 @@ class ShapeProbe(PackedCache):
         return over_dense(q, k, v, options, layout=layout, window=window)
 
 
+class _Heads:
+    """The key heads of a layer that have one layout: what is kept of them, and where."""
+
+    def __init__(self, shape: HeadsShape, levels: list[LevelPages]) -> None:
+        self.shape, self.levels = shape, levels
+        self._factors: dict[tuple[object, ...], Tensor] = {}
+
+    def attend(self, batch: Batch, q: Tensor, k: Tensor, v: Tensor, options: ScoreTerms) -> Tensor:
+        """Keeps the new tokens and returns the attention of their queries: see ``PackedCache.attend``."""
+        shape = self.shape
+        out = q.new_empty((*q.shape[:3], v.shape[3]))
+        if (wholes := batch.wholes) is not None:
+            own_q, own_k, own_v = (x[:, :, wholes.tokens] for x in (q, k, v))
+            offsets = wholes.cu_seqlens
+            out[:, :, wholes.tokens] = over_dense(
+                own_q, own_k, own_v, options, layout=shape.layout, window=shape.window, cu_seqlens=offsets
+            )
+        for chunk in batch.chunks:  # before anything is written: its block may end within the chunk
+            out[:, :, chunk.tokens] = self._over_past(chunk, q, k, v, options)
+        self._write(k, v, batch)
+        if batch.singles is not None:
+            out[:, :, batch.singles.tokens] = self._decoded(batch.singles, q, options)
+        return out
+
+    def _write(self, k: Tensor, v: Tensor, batch: Batch) -> None:
+        shape = self.shape
+        parts = [
+            part
+            for x, levels in ((k, shape.key_levels), (v, shape.value_levels))
+            for part in x[0].split([level.rank for level in levels], dim=2)
+        ]
+        parts += [x[0] for x, _ in zip((k, v), shape.sink_levels, strict=False)]
+        for level, numbers in zip(self.levels, parts, strict=True):
+            where = batch.writes[level.group]
+            level.put(where.pages, where.slots, numbers[:, where.tokens])
+
+    def _over_past(self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, options: ScoreTerms) -> Tensor:
+        """Attention of several tokens that follow others, over dense keys and values: zero where nothing is
+        kept.
+        """
+        shape = self.shape
+        q, k, v = (x[:, :, chunk.tokens] for x in (q, k, v))
+        dense = [torch.cat([x.new_zeros((*x.shape[:2], chunk.past, x.shape[3])), x], dim=2) for x in (k, v)]
+        pages = iter(self.levels)
+        for x, levels in zip(dense, (shape.key_levels, shape.value_levels), strict=True):
+            first = 0
+            for level in levels:
+                held = next(pages)
+                where, at = chunk.kept[held.group]
+                if at:
+                    numbers = held.get(where.pages, where.slots)
+                    x[0, :, at.start : at.stop, first : first + level.rank] = numbers.to(x.dtype)
+                first += level.rank
+        for x, held in zip(dense, pages, strict=False):  # of the sink tokens
+            where, at = chunk.kept[held.group]
+            x[0, :, at.start : at.stop] = held.get(where.pages, where.slots).to(x.dtype)
+        return over_dense(q, dense[0], dense[1], options, layout=shape.layout, window=shape.window)
+
+    def _decoded(self, singles: Singles, q: Tensor, options: ScoreTerms) -> Tensor:
+        """Attention of one token of each of several requests, whose keys and values are in the pages."""
+        shape = self.shape
+        stores = [pages.gathered(singles.pages[pages.group]) for pages in self.levels]
+        count, end = len(shape.key_levels), len(shape.key_levels) + len(shape.value_levels)
+        kept = KeyValueView(
+            softmaxes=shape.softmaxes,
+            keys=stores[:count],
+            values=list(zip(stores[count:end], shape.value_levels, strict=True)),
+            sink_keys=stores[end : end + 1],
+            sink_values=stores[end + 1 :],
+            latent=None,
+            positions=[(0, at) for at in singles.positions],
+            factors_by_scale=self._factors,
+            columns=singles.columns,
+        )
+        query = q[0][:, singles.tokens].transpose(0, 1)[:, :, None]
+        return decode.attention(query, kept, options)[:, :, 0].transpose(0, 1)[None]
+
+
 class PagedCache(PackedCache):
     """Keys and values of the attention layers of a model, for many requests that come and go.
 
@@ -98,20 +178,22 @@ class PagedCache(PackedCache):
 
     def __init__(self, layers: Sequence[LayerShape], pages: PagePool) -> None:
         self.layers, self.pages = tuple(layers), pages
-        self._levels = [pages.levels(layer) for layer in range(len(self.layers))]
+        self._parts = [_parts_of(layer, pages.levels(index)) for index, layer in enumerate(self.layers)]
         self._batch: Batch | None = None
         self._done: set[int] = set()
-        self._factors: dict[LayerShape, dict[tuple[object, ...], Tensor]] = {}
 
     @contextmanager
     def step(self, requests: Sequence[Tokens]) -> Iterator[None]:
-        """A context for one call of the model with these tokens. After it the pages of blocks that have ended
-        are free.
+        """A context for one call of the model with these tokens. After it later requests may begin with them,
+        where they have a text, and the pages of blocks that have ended are free.
 
         Raises:
             CacheError: a request has no pages for its tokens; or a layer was left out, whose tokens would be
                 missing later.
         """
+        for one in requests:
+            if one.text is not None:
+                self.pages.extend(one.request, one.past, one.count)
         self._batch, self._done = Batch(self.pages, requests), set()
         try:
             yield
@@ -124,6 +206,8 @@ class PagedCache(PackedCache):
         finally:
             self._batch = None
         for one in requests:
+            if one.text is not None:
+                self.pages.note(one.request, one.text)
             self.pages.trim(one.request, one.past + one.count)
 
     def attend(
@@ -145,21 +229,16 @@ class PagedCache(PackedCache):
         """
         found = _shape_of(layout, window, k, v)
         self._check(layer, found, q.shape)
-        shape, batch = self.layers[layer], self._batch
+        shape, parts, batch = self.layers[layer], self._parts[layer], self._batch
         assert batch is not None
-        out = q.new_empty((*q.shape[:3], v.shape[3]))
-        if (wholes := batch.wholes) is not None:
-            own_q, own_k, own_v = (x[:, :, wholes.tokens] for x in (q, k, v))
-            offsets = wholes.cu_seqlens
-            out[:, :, wholes.tokens] = over_dense(
-                own_q, own_k, own_v, options, layout=shape.layout, window=shape.window, cu_seqlens=offsets
-            )
-        for chunk in batch.chunks:  # before anything is written: its block may end within the chunk
-            out[:, :, chunk.tokens] = self._over_past(layer, chunk, q, k, v, options)
-        self._write(layer, k, v, batch)
-        if batch.singles is not None:
-            out[:, :, batch.singles.tokens] = self._decoded(layer, batch.singles, q, options)
-        return out
+        if not isinstance(shape.layout, HeadLayouts):
+            return parts[0].attend(batch, q, k, v, options)
+        outs, per_key_head = [], q.shape[1] // shape.keys[0]
+        for (_, heads), part in zip(shape.layout.groups, parts, strict=True):
+            queries = query_heads(heads, per_key_head)
+            of_heads = select_heads(q, queries), select_heads(k, heads), select_heads(v, heads)
+            outs.append(part.attend(batch, *of_heads, terms_of(options, queries)))
+        return joined(outs, shape.layout, per_key_head)
 
     def _check(self, layer: int, found: LayerShape, shape: Sequence[int]) -> None:
         """Raises ``CacheError`` unless a layer may be given its tokens now."""
@@ -175,64 +254,13 @@ class PagedCache(PackedCache):
             raise CacheError(f"the step has {self._batch.length} tokens in one row, and the model {tuple(shape)}")
         self._done.add(layer)
 
-    def _write(self, layer: int, k: Tensor, v: Tensor, batch: Batch) -> None:
-        shape = self.layers[layer]
-        parts = [
-            part
-            for x, levels in ((k, shape.key_levels), (v, shape.value_levels))
-            for part in x[0].split([level.rank for level in levels], dim=2)
-        ]
-        parts += [x[0] for x, _ in zip((k, v), shape.sink_levels, strict=False)]
-        for level, numbers in zip(self._levels[layer], parts, strict=True):
-            where = batch.writes[level.group]
-            level.put(where.pages, where.slots, numbers[:, where.tokens])
 
-    def _over_past(self, layer: int, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, options: ScoreTerms) -> Tensor:
-        """Attention of several tokens that follow others, over dense keys and values: zero where nothing is
-        kept.
-        """
-        shape = self.layers[layer]
-        q, k, v = (x[:, :, chunk.tokens] for x in (q, k, v))
-        dense = [torch.cat([x.new_zeros((*x.shape[:2], chunk.past, x.shape[3])), x], dim=2) for x in (k, v)]
-        pages = iter(self._levels[layer])
-        for x, levels in zip(dense, (shape.key_levels, shape.value_levels), strict=True):
-            first = 0
-            for level in levels:
-                held = next(pages)
-                where, at = chunk.kept[held.group]
-                if at:
-                    numbers = held.get(where.pages, where.slots)
-                    x[0, :, at.start : at.stop, first : first + level.rank] = numbers.to(x.dtype)
-                first += level.rank
-        for x, held in zip(dense, pages, strict=False):  # of the sink tokens
-            where, at = chunk.kept[held.group]
-            x[0, :, at.start : at.stop] = held.get(where.pages, where.slots).to(x.dtype)
-        return over_dense(q, dense[0], dense[1], options, layout=shape.layout, window=shape.window)
-
-    def _decoded(self, layer: int, singles: Singles, q: Tensor, options: ScoreTerms) -> Tensor:
-        """Attention of one token of each of several requests, whose keys and values are in the pages."""
-        shape = self.layers[layer]
-        stores = [
-            pages.gathered(singles.pages[pages.group], level)
-            for (_, level), pages in zip(shape.levels(), self._levels[layer], strict=True)
-        ]
-        count, end = len(shape.key_levels), len(shape.key_levels) + len(shape.value_levels)
-        kept = KeyValueView(
-            softmaxes=shape.softmaxes,
-            keys=stores[:count],
-            values=list(zip(stores[count:end], shape.value_levels, strict=True)),
-            sink_keys=stores[end : end + 1],
-            sink_values=stores[end + 1 :],
-            latent=None,
-            positions=[(0, at) for at in singles.positions],
-            factors_by_scale=self._factors.setdefault(shape, {}),
-            columns=singles.columns,
-        )
-        query = q[0][:, singles.tokens].transpose(0, 1)[:, :, None]
-        return decode.attention(query, kept, options)[:, :, 0].transpose(0, 1)[None]
+def _parts_of(layer: LayerShape, levels: list[LevelPages]) -> list[_Heads]:
+    """The heads of each layout of a layer, with their levels among those of the layer."""
+    left = iter(levels)
+    return [_Heads(shape, list(islice(left, sum(1 for _ in shape.levels())))) for shape in layer.by_heads]
 
 
 def _shape_of(layout: AnyLayout | None, window: int | None, k: Tensor, v: Tensor) -> LayerShape:
-    """That of a layer with these keys and values; raises ``ConfigError`` where heads have several layouts."""
-    keys, values = (k.shape[1], k.shape[3]), (v.shape[1], v.shape[3])
-    return LayerShape(one_layout("a paged cache", layout), window, keys, values)
+    """That of a layer with these keys and values."""
+    return LayerShape(layout, window, (k.shape[1], k.shape[3]), (v.shape[1], v.shape[3]))

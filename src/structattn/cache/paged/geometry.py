@@ -7,10 +7,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import overload
+
+from torch import Tensor
 
 from structattn.cache.levels import Level, SinkLevel, Softmax, sink_level, softmaxes_of, value_levels
 from structattn.errors import ConfigError
 from structattn.layout.global_window import Layout
+from structattn.layout.heads import AnyLayout, HeadLayouts
 from structattn.layout.levels import LevelLayout
 
 
@@ -21,12 +25,12 @@ class Lifetime:
 
     Attributes:
         block: positions of a block; ``None`` at level 1.
-        ring: positions of a ring, where a window is shorter than the block.
+        window: positions that a query sees, where that is shorter than the block.
         sinks: how many of the first positions are kept; ``None`` for no limit.
     """
 
     block: int | None = None
-    ring: int | None = None
+    window: int | None = None
     sinks: int | None = None
 
     @classmethod
@@ -34,46 +38,62 @@ class Lifetime:
         """That of a level."""
         if isinstance(level, SinkLevel):
             return cls(sinks=level.longest)
-        return cls(block=None if level.ring is not None else level.longest, ring=level.ring)
+        if level.ring is not None:  # the last position is always kept, and so the page that is not full yet
+            return cls(window=max(2, level.ring))
+        return cls(block=level.longest)
 
     @property
     def keeps_all(self) -> bool:
         """Whether every position is kept."""
-        return self.block is None and self.ring is None and self.sinks is None
+        return self.block is None and self.window is None and self.sinks is None
 
-    @property
-    def period(self) -> int | None:
-        """Position x is in slot x mod this; ``None``: in slot x."""
-        return self.block if self.ring is None else self.ring
+    @overload
+    def slot(self, position: int) -> int: ...
+    @overload
+    def slot(self, position: Tensor) -> Tensor: ...
+    def slot(self, position: int | Tensor) -> int | Tensor:
+        """The slot of a position: blocks are written over the one before."""
+        return position if self.block is None else position % self.block
 
-    def slots(self, position: int) -> int:
-        """Slots in use when ``position`` is the last one that is held; 0 for -1."""
+    def kept(self, length: int) -> range:
+        """Slots that the token after ``length`` tokens may need: none of a block that has ended."""
         if self.sinks is not None:
-            return min(position + 1, self.sinks)
-        if self.ring is not None:
-            return min(position + 1, self.ring)
-        return position + 1 if self.block is None or position < 0 else position % self.block + 1
+            return range(min(length, self.sinks))
+        if self.window is not None:
+            return range(max(0, length - self.window + 1), length)
+        return range(length if self.block is None else length % self.block)
+
+    def decoded(self, position: int) -> range:
+        """Slots from which the token at ``position`` is decoded: also its own, which is written first."""
+        kept = self.kept(position)
+        return kept if self.sinks is not None and position >= self.sinks else range(kept.start, kept.stop + 1)
 
     def written(self, past: int, end: int) -> range:
-        """The positions of the tokens from ``past`` to ``end`` - 1 that are written: those that are kept
-        after them, and a single one, which is decoded from its page.
+        """The positions of the tokens from ``past`` to ``end`` - 1 that are written, if they have a page:
+        those that are kept after them, and a single one, which is decoded from its page. Of a window all may
+        have one.
         """
         if self.sinks is not None:
             return range(past, min(end, self.sinks))
-        if end - past == 1:
+        if end - past == 1 or self.window is not None:
             return range(past, end)
-        return range(max(past, end - self.kept(end)), end)
+        return range(max(past, end - len(self.kept(end))), end)
 
-    def kept(self, length: int) -> int:
-        """Slots that the token after ``length`` tokens may need: none of a block that has ended."""
-        if self.sinks is not None:
-            return self.slots(length - 1)
-        return 0 if self.block is not None and length % self.block == 0 else self.slots(length - 1)
+    def ring(self, size: int) -> int | None:
+        """In how many pages of ``size`` slots a window lies at most, wherever it begins; ``None`` without
+        one.
+        """
+        return None if self.window is None else -(-(self.window + size - 1) // size)
+
+
+def pages_of(slots: range, size: int) -> range:
+    """Numbers of the pages of ``size`` slots that hold these slots."""
+    return range(slots.start // size, -(-slots.stop // size)) if slots else range(0)
 
 
 @dataclass(frozen=True)
-class LayerShape:
-    """What a cache keeps of one attention layer.
+class HeadsShape:
+    """What a cache keeps of the key heads of an attention layer that have one layout.
 
     Attributes:
         layout, window: as of ``structured_attention``.
@@ -122,6 +142,45 @@ class LayerShape:
         yield from zip((self.keys[0], self.values[0]), self.sink_levels, strict=False)
 
 
+@dataclass(frozen=True)
+class LayerShape:
+    """What a cache keeps of one attention layer.
+
+    Attributes:
+        layout, window: as of ``structured_attention``.
+        keys, values: (heads, dimension).
+
+    Raises:
+        ConfigError: a layout has segments, or there are heads without a layout of several.
+    """
+
+    layout: AnyLayout | None
+    window: int | None
+    keys: tuple[int, int]
+    values: tuple[int, int]
+
+    def __post_init__(self) -> None:
+        if isinstance(self.layout, HeadLayouts):
+            for heads, _ in (self.keys, self.values):
+                self.layout.check_heads(heads)
+        assert self.by_heads  # raises where a layout has segments
+
+    @cached_property
+    def by_heads(self) -> tuple[HeadsShape, ...]:
+        """The shape of the heads of each layout, in the order of its ``groups``; else one, of all heads."""
+        if not isinstance(self.layout, HeadLayouts):
+            return (HeadsShape(self.layout, self.window, self.keys, self.values),)
+        return tuple(
+            HeadsShape(layout, self.window, (len(heads), self.keys[1]), (len(heads), self.values[1]))
+            for layout, heads in self.layout.groups
+        )
+
+    def levels(self) -> Iterator[tuple[int, Level]]:
+        """(heads, level) of all that is kept: those of each of ``by_heads``, one after the other."""
+        for shape in self.by_heads:
+            yield from shape.levels()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """One level of the keys or values of one layer, as it lies in the pages of its group.
@@ -143,7 +202,7 @@ class Group:
 
     Attributes:
         lifetime: theirs.
-        parts: by (layer, number of the level within the layer, values after keys).
+        parts: by (layer, number of the level within the layer, in the order of ``LayerShape.levels``).
         width: numbers of a token.
     """
 
@@ -182,8 +241,15 @@ def page_numbers(groups: Sequence[Group], most_slots: int, length: int) -> int:
     sizes = {slots * group.width for group in groups for slots in range(1, most_slots + 1)}
     sizes = {size for size in sizes if widest <= size <= most_slots * groups[0].width} or {widest}
     costs = {
-        size: size * sum(-(-group.lifetime.slots(n - 1) // (size // group.width)) for group in groups for n in lengths)
+        size: size * sum(_most_pages(group.lifetime, n, size // group.width) for group in groups for n in lengths)
         for size in sizes
     }
     fewest = min(costs.values())
     return max(size for size, cost in costs.items() if 20 * cost <= 21 * fewest)
+
+
+def _most_pages(lifetime: Lifetime, length: int, slots: int) -> int:
+    """Pages while the last of ``length`` tokens is decoded; of a window as many as it may lie in."""
+    pages = len(pages_of(lifetime.decoded(length - 1), slots))
+    ring = lifetime.ring(slots)
+    return pages if ring is None else min(-(-length // slots), ring)

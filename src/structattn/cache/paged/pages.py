@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import chain
 
 import torch
 from torch import Tensor
 
-from structattn.cache.levels import Level
-from structattn.cache.paged.geometry import Group, LayerShape, Part, groups_of, page_numbers
+from structattn.cache.paged.geometry import Group, LayerShape, Part, groups_of, page_numbers, pages_of
 from structattn.cache.paged.prefixes import PrefixIndex, share_unit
 from structattn.cache.storage import FullPage, LevelStore
 from structattn.checks import check_size
@@ -19,13 +17,18 @@ from structattn.errors import ConfigError
 class LevelPages:
     """The slots of one level of the keys or values of one layer, in all pages.
 
-    Attributes:
+    Args:
+        memory: of all pages.
         group: number of its group.
+        slots: in a page.
+        part: which of them.
         scratch: memory for what is read, which layers share.
+        ring: see ``Lifetime.ring``.
     """
 
-    def __init__(self, memory: Tensor, group: int, slots: int, part: Part, scratch: Tensor) -> None:
+    def __init__(self, memory: Tensor, group: int, slots: int, part: Part, scratch: Tensor, ring: int | None) -> None:
         self.group, self.scratch = group, scratch
+        self._ring = None if ring is None else ring * slots
         self._page, self._head, self._first = memory.shape[1], slots * part.dim, slots * part.offset
         size, stride = (len(memory), part.heads, slots, part.dim), (self._page, self._head, part.dim, 1)
         self._view = memory.as_strided(size, stride, self._first)
@@ -43,7 +46,7 @@ class LevelPages:
         """The numbers in slots, (heads, n, dim), a copy; see ``put``."""
         return self._view[pages, self._each_head, slots]
 
-    def gathered(self, pages: Tensor, level: Level) -> LevelStore:
+    def gathered(self, pages: Tensor) -> LevelStore:
         """The slots of pages (B, n) as those of one page, in a copy that lasts until this level is read
         again.
         """
@@ -54,7 +57,7 @@ class LevelPages:
         runs = self.scratch[:size].view(len(where), -1)
         torch.index_select(self._runs, 0, where, out=runs)
         numbers = runs.view(len(pages), self._view.shape[1], -1, self._view.shape[3]).transpose(2, 3)
-        return LevelStore.of_page(FullPage(numbers), ring=level.ring, longest=level.longest)
+        return LevelStore.of_page(FullPage(numbers), ring=self._ring, longest=None)
 
 
 class PagePool:
@@ -64,10 +67,13 @@ class PagePool:
     the block ends. A page holds some positions of all layers whose level has that block size: one table of
     pages for each block size and request.
 
-    Requests can share pages of level 1, which holds every position: those of a beginning that an earlier
-    request has computed (``note``, ``begin``), or all (``fork``). A shared page is full, so that nobody
-    writes to it. A page that no request has any more is kept while it holds a beginning that was noted, until
-    another request needs its memory: the one that was unused longest goes first.
+    A level with a window keeps the pages in which the window lies. The page that it has left goes back, and a
+    new one is taken: every page is filled once, from its first slot on, and a full one never changes.
+
+    So requests can share full pages: those of a beginning that an earlier request has computed (``note``,
+    ``begin``), or of one that goes on in several ways (``fork``). A page that no request has any more is kept
+    while it holds a beginning that was noted, until another request needs its memory: the one that was unused
+    longest goes first.
 
     Args:
         layers: what each layer keeps.
@@ -81,8 +87,8 @@ class PagePool:
         groups: see ``groups_of``.
         slots: positions in a page of each group.
         num_pages: of the pool.
-        tables: pages of each request, for each group in the order of its slots.
-        prefixes: the beginnings that can be shared; ``None`` where ``share_unit`` finds no position for it.
+        tables: pages of each request, for each group by their number: slot x is in page x // slots.
+        prefixes: the beginnings that can be shared.
 
     Raises:
         ConfigError: the pool has no room for one page of each level.
@@ -100,7 +106,7 @@ class PagePool:
     ) -> None:
         check_size("most_slots", most_slots)
         self.groups: tuple[Group, ...] = groups_of(layers)
-        longest = max((group.lifetime.period or 1 for group in self.groups), default=1)
+        longest = max(group.lifetime.block or group.lifetime.window or 1 for group in self.groups)
         numbers = page_numbers(self.groups, most_slots, length or 2 * longest)
         self.slots = tuple(numbers // group.width for group in self.groups)
         self.page_nbytes = numbers * dtype.itemsize
@@ -112,7 +118,7 @@ class PagePool:
             )
         # Page 0 belongs to no request and holds zeros: tables of different lengths are filled up with it.
         self.memory = torch.zeros((self.num_pages + 1, numbers), dtype=dtype, device=device)
-        self.tables: dict[str, list[list[int]]] = {}
+        self.tables: dict[str, list[dict[int, int]]] = {}
         # By the number of a level within its layer: all levels of one layer are read before the next layer
         # is.
         most = 1 + max(number for group in self.groups for _, number in group.parts)
@@ -122,8 +128,11 @@ class PagePool:
         self._uses = [0] * (self.num_pages + 1)  # requests that have a page
         self._cached: dict[int, None] = {}  # pages of beginnings that no request has, the one unused longest first
         self._outdated: set[str] = set()  # requests that had pages when all was forgotten
-        unit = share_unit(self.groups, self.slots[0])
-        self.prefixes = None if unit is None else PrefixIndex(unit, self.slots[0])
+        self.prefixes = self._no_prefixes()
+
+    def _no_prefixes(self) -> PrefixIndex:
+        lifetimes = [group.lifetime for group in self.groups]
+        return PrefixIndex(share_unit(lifetimes, self.slots[0]), lifetimes, self.slots)
 
     @property
     def num_free(self) -> int:
@@ -148,49 +157,81 @@ class PagePool:
     def levels(self, layer: int) -> list[LevelPages]:
         """The levels of a layer, keys first."""
         found = {
-            number: LevelPages(self.memory, group, slots, parts.parts[of, number], self._scratch[number])
+            number: LevelPages(
+                self.memory,
+                group,
+                slots,
+                parts.parts[of, number],
+                self._scratch[number],
+                parts.lifetime.ring(slots),
+            )
             for group, (parts, slots) in enumerate(zip(self.groups, self.slots, strict=True))
             for of, number in parts.parts
             if of == layer
         }
         return [found[number] for number in sorted(found)]
 
-    def _wanted(self, past: int, count: int) -> list[int]:
-        """Pages of each group while ``count`` tokens follow ``past`` others: one token is decoded from them,
-        several need no block that they end.
-        """
-        end = past + count
-        counts = (group.lifetime.slots(past) if count == 1 else group.lifetime.kept(end) for group in self.groups)
-        return [-(-found // slots) for found, slots in zip(counts, self.slots, strict=True)]
-
     def needed(self, length: int) -> int:
         """Pages that a request has after ``length`` tokens, and so at least while it is given the last of
         them.
         """
-        return sum(
-            -(-group.lifetime.kept(length) // slots) for group, slots in zip(self.groups, self.slots, strict=True)
-        )
+        return sum(len(numbers) for numbers in self._kept(length))
+
+    def _kept(self, length: int) -> list[range]:
+        """Numbers of the pages of each group that the token after ``length`` tokens may need."""
+        return [
+            pages_of(group.lifetime.kept(length), slots) for group, slots in zip(self.groups, self.slots, strict=True)
+        ]
+
+    def _wanted(self, past: int, count: int) -> list[range]:
+        """Those while ``count`` tokens follow ``past`` others: one token is decoded from them, several need
+        no block that they end.
+        """
+        if count > 1:
+            return self._kept(past + count)
+        return [
+            pages_of(group.lifetime.decoded(past), slots) for group, slots in zip(self.groups, self.slots, strict=True)
+        ]
+
+    def _lacking(self, request: str, wanted: Sequence[range]) -> list[tuple[int, int]]:
+        """(group, number) of the pages of these that a request has not."""
+        tables = self.tables.get(request) or [{}] * len(self.groups)
+        return [
+            (group, number)
+            for group, (numbers, table) in enumerate(zip(wanted, tables, strict=True))
+            for number in numbers
+            if number not in table
+        ]
 
     def missing(self, request: str, past: int, count: int) -> int:
         """Pages that a request lacks for ``count`` tokens after ``past`` others."""
-        table = self.tables.get(request) or [[]] * len(self.groups)
-        return sum(max(0, wanted - len(pages)) for wanted, pages in zip(self._wanted(past, count), table, strict=True))
+        return len(self._lacking(request, self._wanted(past, count)))
 
     def reserve(self, request: str, past: int, count: int) -> bool:
         """Gives a request the pages for ``count`` tokens after ``past`` others; false, and nothing is
         changed, where there are too few.
         """
-        if self.missing(request, past, count) > self.num_available:
+        return self._give(request, self._wanted(past, count))
+
+    def _give(self, request: str, wanted: Sequence[range]) -> bool:
+        lacking = self._lacking(request, wanted)
+        if len(lacking) > self.num_available:
             return False
-        table = self.tables.setdefault(request, [[] for _ in self.groups])
-        new = []
-        for wanted, pages in zip(self._wanted(past, count), table, strict=True):
-            while len(pages) < wanted:
-                pages.append(self._take())
-                new.append(pages[-1])
-        if new:  # what another request has left must not reach this one, not even times 0: that of NaN is NaN
-            self.memory[self._index(new)] = 0
+        table = self.tables.setdefault(request, [{} for _ in self.groups])
+        for group, number in lacking:
+            table[group][number] = self._take()
+        if lacking:  # what another request has left must not reach this one, not even times 0: that of NaN is NaN
+            self.memory[self._index(table[group][number] for group, number in lacking)] = 0
         return True
+
+    def extend(self, request: str, past: int, count: int) -> None:
+        """Gives a request those pages of windows too, as far as there are any, that later requests need to
+        begin with some of its next tokens, for which it has pages. ``note`` keeps them for those, and
+        ``trim`` takes them back.
+        """
+        for length in self.prefixes.lengths(past, past + count):
+            kept = zip(self.groups, self._kept(length), strict=True)
+            self._give(request, [range(0) if group.lifetime.window is None else numbers for group, numbers in kept])
 
     def begin(self, request: str, tokens: Sequence[int]) -> int:
         """Gives a new request the pages of the longest beginning of its tokens that was noted.
@@ -201,30 +242,32 @@ class PagePool:
         Returns:
             The tokens that the request need not compute.
         """
-        length, pages = (0, []) if self.prefixes is None else self.prefixes.match(tokens[:-1])
-        own = length % self.slots[0]
-        for page in pages:
-            self._acquire(page)
-        if own and not self.num_available:
-            self._release(pages)
-            length = 0
-        if not length:
+        length, tables = self.prefixes.match(tokens[:-1])
+        for table in tables:
+            for page in table.values():
+                self._acquire(page)
+        ends = [(group, length // size, length % size) for group, size in enumerate(self.slots)]
+        parts = [(group, number, count) for group, number, count in ends if count and number in tables[group]]
+        if not length or len(parts) > self.num_available:
+            for table in tables:
+                self._release([*table.values()])
             return 0
-        if own:
-            source = pages.pop()
-            pages.append(self._take())
-            self.memory[pages[-1]] = torch.where(self._first_slots(own), self.memory[source], 0)
+        for group, number, count in parts:
+            source = tables[group][number]
+            page = tables[group][number] = self._take()
+            self.memory[page] = torch.where(self._first_slots(group, count), self.memory[source], 0)
             self._release([source])
-        self.tables[request] = [pages, *([] for _ in self.groups[1:])]
+        self.tables[request] = tables
         return length
 
-    def _first_slots(self, count: int) -> Tensor:
-        """Which numbers of a page of the first group belong to its first slots."""
+    def _first_slots(self, group: int, count: int) -> Tensor:
+        """Which numbers of a page of a group belong to its first slots."""
         is_first = torch.zeros(self.memory.shape[1], dtype=torch.bool)
-        for part in self.groups[0].parts.values():
-            first = self.slots[0] * part.offset
-            found = is_first[first : first + part.heads * self.slots[0] * part.dim]
-            found.view(part.heads, self.slots[0], part.dim)[:, :count] = True
+        slots = self.slots[group]
+        for part in self.groups[group].parts.values():
+            first = slots * part.offset
+            found = is_first[first : first + part.heads * slots * part.dim]
+            found.view(part.heads, slots, part.dim)[:, :count] = True
         return is_first.to(self.memory.device)
 
     def note(self, request: str, tokens: Sequence[int]) -> None:
@@ -237,33 +280,43 @@ class PagePool:
             request: its name.
             tokens: all of which it has computed the keys and values.
         """
-        if self.prefixes is None or request in self._outdated:
+        if request in self._outdated:
             return
-        own = self.tables[request][0]
+        own = self.tables[request]
         self.prefixes.add(tokens, own)
         length, known = self.prefixes.match(tokens)
-        for number in range(length // self.slots[0]):
-            if own[number] != known[number]:
-                self._acquire(known[number])
-                self._release([own[number]])
-                own[number] = known[number]
+        for table, found, size in zip(own, known, self.slots, strict=True):
+            for number, page in found.items():
+                if (number + 1) * size <= length and table.get(number, page) != page:
+                    self._acquire(page)
+                    self._release([table[number]])
+                    table[number] = page
 
     def fork(self, source: str, request: str, length: int) -> bool:
         """Gives a new request what another one has after ``length`` tokens; false, and nothing is changed,
         where there are too few pages.
 
-        Full pages of level 1 are shared, and the others copied.
+        Full pages are shared, but those of blocks, which are written over. They and the last ones are copied.
         """
-        table, is_kept = self.tables[source], self.groups[0].lifetime.keeps_all
-        shared = table[0][: length // self.slots[0]] if is_kept else []
-        copied = [table[0][len(shared) :], *table[1:]]
-        if sum(map(len, copied)) > self.num_available:
+        old = self.tables[source]
+        new = [dict(table) for table in old]
+        copied = [
+            (group, number)
+            for group, table in enumerate(old)
+            for number in table
+            if self.groups[group].lifetime.block is not None or number >= length // self.slots[group]
+        ]
+        if len(copied) > self.num_available:
             return False
-        new = [[self._take() for _ in pages] for pages in copied]
-        for page in shared:
-            self._acquire(page)
-        self.memory[self._index(chain(*new))] = self.memory[self._index(chain(*copied))]
-        self.tables[request] = [[*shared, *new[0]], *new[1:]]
+        for group, number in copied:
+            new[group][number] = self._take()
+        for group, table in enumerate(old):
+            for number, page in table.items():
+                if new[group][number] == page:
+                    self._acquire(page)
+        sources, targets = ([tables[group][number] for group, number in copied] for tables in (old, new))
+        self.memory[self._index(targets)] = self.memory[self._index(sources)]
+        self.tables[request] = new
         if source in self._outdated:
             self._outdated.add(request)
         return True
@@ -274,7 +327,6 @@ class PagePool:
     def _take(self) -> int:
         """A page that no request has: one that is free, or else cached."""
         if not self._returned and self._fresh > self.num_pages:
-            assert self.prefixes is not None
             for page in self.prefixes.drop(next(iter(self._cached))):
                 if not self._uses[page]:
                     del self._cached[page]
@@ -299,7 +351,7 @@ class PagePool:
             self._uses[page] -= 1
             if self._uses[page]:
                 continue
-            if self.prefixes is not None and page in self.prefixes:
+            if page in self.prefixes:
                 self._cached[page] = None
             else:
                 self._returned.append(page)
@@ -308,16 +360,15 @@ class PagePool:
         """Takes back the pages that no token after ``length`` tokens needs; those of a request without pages
         are none.
         """
-        for group, slots, pages in zip(self.groups, self.slots, self.tables.get(request, ()), strict=False):
-            kept = -(-group.lifetime.kept(length) // slots)
-            self._release(pages[kept:])
-            del pages[kept:]
+        for kept, table in zip(self._kept(length), self.tables.get(request, ()), strict=False):
+            if len(table) > len(kept):
+                self._release([table.pop(number) for number in sorted(table) if number not in kept])
 
     def free(self, request: str) -> None:
         """Takes back all pages of a request, if it has any."""
         self._outdated.discard(request)
-        for pages in self.tables.pop(request, ()):
-            self._release(pages)
+        for table in self.tables.pop(request, ()):
+            self._release([table[number] for number in sorted(table)])
 
     def free_all(self) -> None:
         """Takes back all pages."""
@@ -326,8 +377,7 @@ class PagePool:
 
     def forget(self) -> None:
         """Forgets all beginnings, also those of present requests: the model has other weights now."""
-        if self.prefixes is not None:
-            self.prefixes = PrefixIndex(self.prefixes.unit, self.slots[0])
-            self._returned.extend(self._cached)
-            self._cached.clear()
-            self._outdated = set(self.tables)
+        self.prefixes = self._no_prefixes()
+        self._returned.extend(self._cached)
+        self._cached.clear()
+        self._outdated = set(self.tables)

@@ -88,9 +88,7 @@ class ServedCache(PagedCache):
         self, layers: list[LayerShape], pages: PagePool, *, max_batch_tokens: int, allow_block_sharing: bool
     ) -> None:
         super().__init__(layers, pages)
-        self.allow_block_sharing = allow_block_sharing
-        self._unit = pages.prefixes.unit if allow_block_sharing and pages.prefixes is not None else None
-        self.use_prefix_sharing = self._unit is not None
+        self.allow_block_sharing = self.use_prefix_sharing = allow_block_sharing
         self.pool = _Sectors()
         self.max_batch_tokens = max_batch_tokens
         self.num_blocks = pages.num_pages
@@ -99,10 +97,12 @@ class ServedCache(PagedCache):
         self.cache_allocators = {_GROUP: _Allocator(pages)}
 
     def can_store_request_tokens(self, state: RequestState, request_len: int, dry_run: bool = False) -> bool:
-        past = state.current_len()
+        past, count = state.current_len(), request_len
+        if state.num_children:  # its last token is computed after it was forked
+            count = max(1, min(count, len(state.remaining_prefill_tokens) - 1))
         if dry_run:
-            return self.pages.missing(state.request_id, past, request_len) <= self.pages.num_available
-        return self.pages.reserve(state.request_id, past, request_len)
+            return self.pages.missing(state.request_id, past, count) <= self.pages.num_available
+        return self.pages.reserve(state.request_id, past, count)
 
     def count_storable_requests(self, list_blocks_needed: list[dict[str, int]]) -> int:
         free = self.pages.num_available
@@ -132,16 +132,17 @@ class ServedCache(PagedCache):
         return self.pages.begin(request_id, prompt_ids) if self.use_prefix_sharing else 0
 
     def count_new_complete_blocks(self, state: RequestState, request_len: int) -> dict[str, int]:
-        if self._unit is None:
-            return {}
-        past = state.current_len()
-        count = (past + request_len) // self._unit - past // self._unit
-        return {_GROUP: count} if count else {}
+        return {}  # ``step`` notes them
 
     def mark_complete_blocks(self, state: RequestState, complete_blocks: dict[str, int]) -> None:
-        if complete_blocks:
-            tokens = state.initial_tokens + state.generated_tokens
-            self.pages.note(state.request_id, tokens[: state.current_len()])
+        """Nothing: see ``count_new_complete_blocks``."""
+
+    def new_tokens(self, state: RequestState, count: int) -> Tokens:
+        """The last ``count`` tokens that a request has processed."""
+        end = state.current_len()
+        is_noted = self.use_prefix_sharing and len(self.pages.prefixes.lengths(end - count, end)) > 0
+        text = (state.initial_tokens + state.generated_tokens)[:end] if is_noted else None
+        return Tokens(state.request_id, end - count, count, text)
 
     def evict_cached_blocks(self) -> bool:
         return False  # they count as free, and who needs one takes it
@@ -230,10 +231,8 @@ class _Processor(ContinuousBatchProcessor):  # type: ignore[misc]
 
     def _generation_step(self, model: PreTrainedModel) -> None:
         # What a request has processed counts the tokens of this call already.
-        requests = [
-            Tokens(request.state.request_id, request.state.position_offset - request.query_length, request.query_length)
-            for request in self.inputs_and_outputs.requests_in_batch
-        ]
+        batch = self.inputs_and_outputs.requests_in_batch
+        requests = [self.cache.new_tokens(request.state, request.query_length) for request in batch]
         with self.cache.step(requests):
             stream = self.inputs_and_outputs.compute_stream
             if stream is not None:  # pages were set to zero or copied on another one

@@ -187,7 +187,7 @@ def _sentences(data: dict[str, Any]) -> list[str]:
         f"{sides[0]:.1f} instructions, that of queries "
         f"{sides[1]:.1f}. The first has one product more, and smaller tiles.",
         f"- And for D = 128: {dims[0]:.1f} and {dims[1]:.1f} instructions for the same gradients, with 64 x 32 pairs "
-        "for 256 threads. Larger tiles do not fit into the "
+        "for 128 threads. Larger tiles do not fit into the "
         "memory of 8.9 beside a second stage; the search tries them.",
     ]
 

@@ -154,7 +154,7 @@ class Machine:
             node, before = waiting.pop()
             text = before + node.tokens
             waiting.extend((child, text) for child in node.children.values())
-            tables = [*node.pages, *(node.window or [])]
+            tables = [*node.pages, *(node.window_pages or [])]
             needed.update((page, id(node)) for table in tables for page in table.values())
             assert node.children or any(tables)
             for group, table in enumerate(tables):

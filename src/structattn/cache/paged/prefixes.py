@@ -31,15 +31,15 @@ class _Node:
 
     Attributes:
         pages: those that hold its tokens and are kept for good.
-        window: those that the token after it needs of levels with a window; ``None`` where they were lost, so
+        window_pages: those that the token after it needs of levels with a window; ``None`` where they were lost, so
             that no request can begin here.
     """
 
-    __slots__ = ("children", "pages", "parent", "tokens", "window")
+    __slots__ = ("children", "pages", "parent", "tokens", "window_pages")
 
     def __init__(self, parent: _Node | None, tokens: tuple[int, ...], pages: _Tables) -> None:
         self.parent, self.tokens, self.pages = parent, tokens, pages
-        self.window: _Tables | None = None
+        self.window_pages: _Tables | None = None
         self.children: dict[tuple[int, ...], _Node] = {}
 
     def subtree(self) -> Iterator[_Node]:
@@ -95,13 +95,13 @@ class PrefixIndex:
                 break
             node = found
             path.append(node)
-            if node.window is not None:
+            if node.window_pages is not None:
                 count = len(path)
         tables: _Tables = [{} for _ in self._groups]
         for node in path[:count]:  # where two units meet, the later one's page holds both
             for table, pages in zip(tables, node.pages, strict=True):
                 table.update(pages)
-        for table, pages in zip(tables, (path[count - 1].window if count else None) or (), strict=False):
+        for table, pages in zip(tables, (path[count - 1].window_pages if count else None) or (), strict=False):
             table.update(pages)
         return count * self.unit, tables
 
@@ -115,9 +115,9 @@ class PrefixIndex:
                 found = node.children[unit] = _Node(node, unit, self._pages(tables, positions))
                 self._index(found, found.pages)
             node = found
-            if node.window is None:
-                node.window = self._window(tables, positions.stop)
-                self._index(node, node.window or [])
+            if node.window_pages is None:
+                node.window_pages = self._window(tables, positions.stop)
+                self._index(node, node.window_pages or [])
         self._prune(node, set())
 
     def _pages(self, tables: _Tables, positions: range) -> _Tables:
@@ -157,9 +157,9 @@ class PrefixIndex:
             if any(page in table.values() for table in node.pages):
                 self._remove(node, dropped)
                 continue
-            assert node.window is not None
-            self._forget(node, node.window, dropped)
-            node.window = None
+            assert node.window_pages is not None
+            self._forget(node, node.window_pages, dropped)
+            node.window_pages = None
             self._prune(node, dropped)
         return dropped
 
@@ -167,7 +167,7 @@ class PrefixIndex:
         """Removes a node, and those before it, if nothing needs them: they have no page with which they would
         be dropped.
         """
-        while node.parent is not None and not node.children and node.window is None and not any(node.pages):
+        while node.parent is not None and not node.children and node.window_pages is None and not any(node.pages):
             node, useless = node.parent, node
             self._remove(useless, dropped)
 
@@ -176,7 +176,7 @@ class PrefixIndex:
         assert top.parent is not None
         del top.parent.children[top.tokens]
         for node in top.subtree():
-            self._forget(node, [*node.pages, *(node.window or ())], dropped)
+            self._forget(node, [*node.pages, *(node.window_pages or ())], dropped)
 
     def _forget(self, node: _Node, tables: _Tables, dropped: set[int]) -> None:
         """Forgets that a node needs these pages."""

@@ -31,8 +31,8 @@ class _Node:
 
     Attributes:
         pages: those that hold its tokens and are kept for good.
-        window_pages: those that the token after it needs of levels with a window; ``None`` where they were lost, so
-            that no request can begin here.
+        window_pages: those that the token after it needs of levels with a window; ``None`` where they were
+            lost, so that no request can begin here.
     """
 
     __slots__ = ("children", "pages", "parent", "tokens", "window_pages")

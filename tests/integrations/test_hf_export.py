@@ -150,6 +150,7 @@ def check_lengths(module, length, *, with_mask, batch=3) -> None:
             assert_close(program(tokens), module(tokens))
 
 
+@pytest.mark.full
 @pytest.mark.quick(with_mask=(True,))
 @pytest.mark.parametrize("with_mask", [False, True], ids=["alone", "mask"])
 def test_whole_sequences_of_one_and_two_tokens(with_mask) -> None:

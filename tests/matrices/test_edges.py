@@ -37,7 +37,7 @@ MAKERS["free permutations"] = lambda: MLBTC(8, 8, (FREE,))
 
 
 @pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.quick(name=["free permutations"])
+@pytest.mark.full
 def test_compiles_without_graph_breaks(name) -> None:
     """One graph with gradients, equal to the eager product."""
     m = MAKERS[name]().double()

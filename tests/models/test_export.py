@@ -75,6 +75,7 @@ def test_tokens_are_those_of_generate(exported) -> None:
     assert sum(torch.Size(shape).numel() for shape in programs.cache_shapes) * 8 == caches.nbytes
 
 
+@pytest.mark.full
 def test_programs_hold_operators_of_pytorch_only(exported) -> None:
     for program in (exported[1].prefill, exported[1].decode):
         targets = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}

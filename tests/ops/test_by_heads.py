@@ -99,6 +99,7 @@ def test_the_future_does_not_change_the_past() -> None:
     assert torch.equal(sa.structured_attention(q, k, v, layout)[:, :, :30], out[:, :, :30])
 
 
+@pytest.mark.full
 def test_compiles_without_a_graph_break() -> None:
     layout = LAYOUTS["mixed"]
     q, k, v = make(layout)

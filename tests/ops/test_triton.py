@@ -420,6 +420,7 @@ def test_large_negative_scores_do_not_overflow() -> None:
     assert all(bool(x.isfinite().all()) for x in (out, lse, *grads))
 
 
+@pytest.mark.full
 @runs
 def test_through_the_public_function() -> None:
     """The same operator as ``blocked``: autograd, and a clear error for what the kernels lack."""

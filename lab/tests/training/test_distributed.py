@@ -325,6 +325,7 @@ def test_the_launcher_says_whether_weights_are_given_up(monkeypatch, word, expec
     assert sharding.reshards_after_forward() is expected
 
 
+@pytest.mark.full
 def test_a_run_that_the_launcher_compiles_is_saved_as_any_other(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "eager")
     AcceleratorState._reset_state()  # it keeps what the first run of a process asked for

@@ -40,8 +40,10 @@ inline Vec<Sum<S>> load_numbers(const S* x) {
 }
 
 // Query heads that read the same keys and values and are computed together: what they read is loaded, and converted,
-// once.
-constexpr int64_t kHeads = 4;
+// once. One where speed matters less than the time of compiling.
+template <typename S>
+constexpr int64_t kHeads = std::is_same_v<S, float> || std::is_same_v<S, at::BFloat16> ? 4 : 1;
+constexpr int64_t kMostHeads = 4;
 
 // out[m][c] = before * out[m][c] + sum over d of q[m][d] x[d stride + c], for M queries `q_row` apart.
 template <typename S, int M, typename T = Sum<S>>
@@ -246,7 +248,7 @@ void add_codes(const T* factor, int64_t factor_row, const uint8_t* codes, int64_
     }
 }
 
-// Room for what is computed of a group, for up to kHeads queries.
+// Room for what is computed of a group, for up to kMostHeads queries.
 template <typename T>
 struct GroupRoom {
   int64_t size, lanes_row;  // numbers of a query in `scale`, `zero` and `sums`, and in `lanes`
@@ -256,9 +258,9 @@ struct GroupRoom {
         lanes_row(dims * Codes<T>::W),
         scale(size),
         zero(size),
-        factor(kHeads * size),
-        sums(kHeads * size),
-        lanes(kHeads * lanes_row) {}
+        factor(kMostHeads * size),
+        sums(kMostHeads * size),
+        lanes(kMostHeads * lanes_row) {}
 };
 
 template <typename T>
@@ -442,9 +444,9 @@ struct StepRoom {
       : dim(dim),
         columns(columns),
         value_dim(value_dim),
-        scaled(kHeads * dim),
-        weight(kHeads * columns),
-        sums(kHeads * value_dim),
+        scaled(kMostHeads * dim),
+        weight(kMostHeads * columns),
+        sums(kMostHeads * value_dim),
         group(group_size, std::max(dim, value_dim)) {}
 };
 
@@ -502,7 +504,7 @@ void attend(const at::Tensor& query, const Order& order, const Sum<S>* factors,
   for (const Weighed<S>& one : softmaxes) columns = std::max(columns, one.columns);
   // Rows that read the same keys and values, in pieces: fewer rows where that leaves a thread without a piece.
   const int64_t unit = std::gcd(per_key, per_value), threads = std::max<int64_t>(1, at::get_num_threads());
-  const int64_t most = std::clamp<int64_t>(rows / threads, 1, std::min(unit, kHeads)),
+  const int64_t most = std::clamp<int64_t>(rows / threads, 1, std::min(unit, kHeads<S>)),
                 pieces = (unit + most - 1) / most;
   at::parallel_for(0, rows / unit * pieces, 1, [&](int64_t begin, int64_t end) {
     StepRoom<T> room(dim, columns, value_dim, group_size);
@@ -519,9 +521,11 @@ void attend(const at::Tensor& query, const Order& order, const Sum<S>* factors,
         attend_together<S, number()>(softmaxes, first / per_key, first / per_value, group_size, room);
       };
       if (count == 1) together(std::integral_constant<int, 1>());
-      if (count == 2) together(std::integral_constant<int, 2>());
-      if (count == 3) together(std::integral_constant<int, 3>());
-      if (count == 4) together(std::integral_constant<int, 4>());
+      if constexpr (kHeads<S> == 4) {
+        if (count == 2) together(std::integral_constant<int, 2>());
+        if (count == 3) together(std::integral_constant<int, 3>());
+        if (count == 4) together(std::integral_constant<int, 4>());
+      }
       std::copy(room.sums.begin(), room.sums.begin() + count * value_dim, to + first * value_dim);
     }
   });

@@ -138,12 +138,12 @@ class BoundedLevels:
 
     def appended(self, tensors: Sequence[Tensor], k: Tensor, v: Tensor, last: Tensor) -> list[Tensor]:
         """The tensors with one token more, k (B, G, 1, D) and v (B, G, 1, V), at position ``last`` (B,)."""
-        found = []
+        written = []
         for tensor, (level, x) in zip(tensors, self._parts(k, v), strict=True):
             slot = torch.arange(tensor.shape[3], device=last.device)
             is_here = (slot == _slot(level, last[:, None]))[:, None, None]
-            found.append(torch.where(is_here, x.transpose(2, 3), tensor))
-        return found
+            written.append(torch.where(is_here, x.transpose(2, 3), tensor))
+        return written
 
     def attention(self, q: Tensor, tensors: Sequence[Tensor], last: Tensor, options: ScoreTerms) -> Tensor:
         """Attention of the last token of each row, which is held already.
@@ -175,11 +175,13 @@ class BoundedLevels:
             weights, of_sinks = weights[..., : columns.shape[1]], weights[..., columns.shape[1] :]
             parts = []
             for level, tensor in zip(self.value_levels, values, strict=True):
-                own = weights
+                level_weights = weights
                 if level.number > 1:
                     position = _held(level, tensor.shape[3], last)
-                    own = _taken(weights, _slot(widest, position), _seen(level, position, last))
-                parts.append(product(grouped(own, tensor.shape[1]), tensor.transpose(2, 3)).reshape(*heads, -1))
+                    level_weights = _taken(weights, _slot(widest, position), _seen(level, position, last))
+                parts.append(
+                    product(grouped(level_weights, tensor.shape[1]), tensor.transpose(2, 3)).reshape(*heads, -1)
+                )
             out = torch.cat(parts, dim=3)
             for tensor in sinks[1:]:
                 weighed = product(grouped(of_sinks, tensor.shape[1]), tensor.transpose(2, 3))
@@ -207,17 +209,17 @@ class BoundedLevels:
             softmax.levels, parts, *softmax.layout.score_factors(options.scale), strict=True
         ):
             tensor = next(keys)
-            found = product(grouped(part * of_level, tensor.shape[1]), tensor).reshape(*q.shape[:3], -1)
+            of_slots = product(grouped(part * of_level, tensor.shape[1]), tensor).reshape(*q.shape[:3], -1)
             seen = _seen(level, columns, last)
-            score = score + _taken(found, _slot(level, columns), seen)
+            score = score + _taken(of_slots, _slot(level, columns), seen)
             scale = torch.where(seen[:, None, None], of_count, scale)
         score = score * scale
         hidden = ~_seen(softmax.levels[0], columns, last)
         for tensor in sinks:
             factors = torch.tensor(softmax.layout.whole_factors(options.scale), dtype=q.dtype, device=q.device)
             scaled = grouped(q[..., softmax.dims] * factors, tensor.shape[1])
-            found = product(scaled, tensor).reshape(*q.shape[:3], -1)
-            score = torch.cat([score, found], dim=3)
+            of_slots = product(scaled, tensor).reshape(*q.shape[:3], -1)
+            score = torch.cat([score, of_slots], dim=3)
             later = torch.arange(tensor.shape[3], device=last.device) > last
             hidden = torch.cat([hidden.expand(len(later), -1), later], dim=1)
         if options.softcap is not None:

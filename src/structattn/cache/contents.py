@@ -214,10 +214,10 @@ class Contents:
         if self.storage is None:
             return [None] * len(levels)
         size = self.storage.group_size
-        found: list[GroupStore | None] = []
+        stores: list[GroupStore | None] = []
         for level, bits in zip(levels, self.storage.bits(name, len(levels)), strict=True):
             if not isinstance(level, RecentLevel):
-                found.append(None)
+                stores.append(None)
                 continue
             of_block, ring = level.of_block, level.ring_of_window
             if of_block is not None and of_block % size:
@@ -227,7 +227,7 @@ class Contents:
                 )
             ring = None if ring is None else -(-(ring - self.storage.residual) // size) + 2
             longest = ring if ring is not None else None if of_block is None else of_block // size
-            found.append(
+            stores.append(
                 GroupStore(
                     level.rank,
                     bits=bits,
@@ -238,7 +238,7 @@ class Contents:
                     page_size=max(1, page_size // size),
                 )
             )
-        return found
+        return stores
 
     @property
     def groups(self) -> Iterator[tuple[GroupStore, RecentLevel]]:

@@ -227,10 +227,10 @@ class HeadContents:
                 if (renamed := _name_within(name, first_store, stores, first_group, groups)) is not None
             }
             left -= {name for name in left if _name_within(name, first_store, stores, first_group, groups) is not None}
-            own = dict(plain)
-            own["oldest"] = plain["oldest"][first_store : first_store + stores]
-            own["quantized"] = plain["quantized"][first_group : first_group + groups]
-            contents.restore(own, of_group)
+            of_heads = dict(plain)
+            of_heads["oldest"] = plain["oldest"][first_store : first_store + stores]
+            of_heads["quantized"] = plain["quantized"][first_group : first_group + groups]
+            contents.restore(of_heads, of_group)
             first_store, first_group = first_store + stores, first_group + groups
         if left:
             raise CheckpointError(f"expected no tensor {sorted(left)[0]!r}")

@@ -147,7 +147,7 @@ class GroupStore:
         missing = self.parts * self.group_size - self.dim
         if missing and self.parts > 1:
             parts = [quantized(part, self.bits, -2) for part in x.split(self.group_size, dim=-2)]
-            codes, scale, zero = (torch.cat(found, dim=-2) for found in zip(*parts, strict=True))
+            codes, scale, zero = (torch.cat(of_parts, dim=-2) for of_parts in zip(*parts, strict=True))
             return codes, scale, zero
         parted = x.unflatten(-2, (self.parts, -1))
         codes, scale, zero = quantized(parted, self.bits, -2)
@@ -162,11 +162,11 @@ class GroupStore:
 
     def read(self, rows: slice, first: int, end: int, start: int, dtype: torch.dtype) -> Tensor:
         """The numbers of groups first ... end - 1, (rows, heads, n g, dim)."""
-        found = []
+        numbers = []
         for _, size, page, slot in self._spans(first, end - first, start):
             codes, scale, zero = (x[rows, :, slot : slot + size] for x in page)
-            found.append(self._numbers(unpacked(codes, self.bits), scale, zero, dtype))
-        return torch.cat(found, dim=2).transpose(3, 4).flatten(2, 3)
+            numbers.append(self._numbers(unpacked(codes, self.bits), scale, zero, dtype))
+        return torch.cat(numbers, dim=2).transpose(3, 4).flatten(2, 3)
 
     def selected(self, rows: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Pages of rows ``rows[b]``."""

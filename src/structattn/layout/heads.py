@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, overload
 
 from structattn.checks import check_type
@@ -73,19 +72,24 @@ class HeadLayouts:
         values = {sum(x.value_ranks) for x in self.layouts if isinstance(x, LevelLayout) and x.value_ranks is not None}
         if len(values) > 1:
             raise ConfigError(f"the value_ranks of all heads need one sum, got {sorted(values)}")
+        # Made here, and no field, which files would have: functools.cached_property takes a lock, which
+        # torch.compile cannot trace.
+        heads: dict[Layout | None, list[int]] = {}
+        for head, layout in enumerate(self.layouts):
+            heads.setdefault(layout, []).append(head)
+        groups = tuple(HeadGroup(layout, tuple(numbers)) for layout, numbers in heads.items())
+        object.__setattr__(self, "_groups", groups)
 
     @property
     def num_heads(self) -> int:
         """G, the number of key heads."""
         return len(self.layouts)
 
-    @cached_property
+    @property
     def groups(self) -> tuple[HeadGroup, ...]:
         """The heads of each layout, in the order of their first heads."""
-        heads: dict[Layout | None, list[int]] = {}
-        for head, layout in enumerate(self.layouts):
-            heads.setdefault(layout, []).append(head)
-        return tuple(HeadGroup(layout, tuple(numbers)) for layout, numbers in heads.items())
+        groups: tuple[HeadGroup, ...] = self._groups  # type: ignore[attr-defined]
+        return groups
 
     @property
     def head_dim(self) -> int | None:

@@ -16,6 +16,7 @@ from structattn.cache import native_decode
 from structattn.cache.levels import softmaxes_of, value_levels
 from structattn.cache.storage.quantize import packed, quantized, unpacked
 from structattn.errors import CacheError, CheckpointError, ConfigError
+from structattn.testing.tolerances import assert_close
 
 QUICK = {0, 1, 2, 5, 6, 7, 8, 9, 10}  # programs of few tokens
 SEEDS = [pytest.param(seed, marks=[] if seed in QUICK else pytest.mark.full) for seed in range(300)]
@@ -293,3 +294,17 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
             sa.LevelCache.from_state(plain, {**tensors, name: tensors[name][:, :, :1]}, None, None)
     with pytest.raises(CheckpointError, match="must end from"):
         sa.LevelCache.from_state({**plain, "quantized": [([2], [0]), ([8], [0])]}, tensors, None, None)
+
+
+@pytest.mark.parametrize("padding", [None, [0, 21]])
+def test_a_prompt_in_several_pieces_reads_what_single_tokens_read(padding, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many queries at once over what all of them read as codes, and few over the rest."""
+    monkeypatch.setattr("structattn.cache.contents._PROMPT_QUERIES", 24)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 120, 12, dtype=torch.float64) for heads in (4, 2, 2))
+    options = {"storage": sa.Storage(4, 8, group_size=8, residual=10), "left_padding": padding}
+    whole, single = sa.LevelCache(**options), sa.LevelCache(**options)
+    found = torch.cat([whole.attend(*(x[:, :, part] for x in (q, k, v))) for part in (slice(100), slice(100, 120))], 2)
+    right = torch.cat([single.attend(*(x[:, :, n : n + 1] for x in (q, k, v))) for n in range(120)], dim=2)
+    assert_close(found[:, :, 21:], right[:, :, 21:])
+    assert whole.state()[1].keys() == single.state()[1].keys()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from benchmarks import llama as bench
 from benchmarks import memory
+from benchmarks.registry import CaseUnavailableError
 
 from structattn.testing.tolerances import FORWARD, relative_error
 
@@ -20,14 +21,20 @@ def test_every_variant_is_right() -> None:
     (group,) = bench.llama_groups(torch.device("cpu"), torch.float32, shape=SHAPE, lengths=[256])
     sizes = {}
     for case in group.cases:
-        work = case.build()
+        try:
+            work = case.build()
+        except CaseUnavailableError:
+            assert case.label == bench.QUANTIZED  # the only variant that asks for a package more
+            continue
         for _ in range(2):
             for actual, expected in work.check():
-                assert relative_error(actual, expected) <= FORWARD[torch.float32]
+                exact = bench.ROUNDED if case.label in bench.STORAGES else FORWARD
+                assert relative_error(actual, expected) <= exact[torch.float32]
             sizes[case.label] = work.cache_nbytes
     plain = 2 * 2 * 256 * 32 * 4  # keys and values of two layers
     assert sizes[bench.BASELINE] == sizes["one level"] == plain
     assert sizes["mlr 8 levels"] == sizes["sliding 8 levels"] < plain
+    assert sizes["4 bits"] < sizes["8 bits"]
     flops = {case.label: case.flops for case in group.cases}
     assert flops["mlr 8 levels, values"] < flops["mlr 8 levels"] < flops["one level"] == flops[bench.BASELINE]
 

@@ -22,9 +22,9 @@ import structattn
 from structattn.ops.native import library
 from structattn.testing.interpreter import quick_interpreter
 
-# `auto` must not find a library that was built here by chance. Its own tests build one; with STRUCTATTN_CACHE
-# set all tests use one.
-os.environ.setdefault("STRUCTATTN_CACHE", f"{os.devnull}/none")
+# `auto` must not find a library that was built here by chance: `built` makes one for its tests, and a process
+# cannot load two.
+os.environ["STRUCTATTN_CACHE"] = f"{os.devnull}/none"
 sys.modules["structattn_native"] = None  # type: ignore[assignment]  # nor the one that is installed as a package
 
 # The same examples in every run: what fails here fails for everyone. `--full` draws many more, and new ones
@@ -87,7 +87,7 @@ def _quick_interpreter() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A library that the user has built is not found: a process cannot load it and that of ``built``."""
+    """A folder for what tests cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STRUCTATTN_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
         yield

@@ -103,6 +103,19 @@ def test_a_damaged_library_or_no_home_is_as_if_it_was_not_built(
 
 
 @pytest.mark.full
+def test_a_process_loads_one_library(built: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert library.why_not_here() is None
+    monkeypatch.setenv("STRUCTATTN_CACHE", str(tmp_path))
+    shutil.copy(built, tmp_path)
+    library.why_not_here.cache_clear()
+    try:
+        with pytest.raises(BackendUnavailableError, match="cannot be loaded: this process has that of"):
+            sa.ops.build_native()
+    finally:
+        library.why_not_here.cache_clear()
+
+
+@pytest.mark.full
 @pytest.mark.usefixtures("built")
 class TestBuilt:
     @given(case=cases(), seed=st.integers(0, 99))

@@ -13,6 +13,8 @@ from structattn.extras import requirement
 from structattn.files import cache_folder
 from structattn.ops.native import compiler
 
+_LOADED: set[Path] = set()  # by this process; at most one
+
 
 def _library() -> Path:
     """Where the library is, or would be: in the user's cache, or below STRUCTATTN_CACHE."""
@@ -46,7 +48,10 @@ def why_not_here() -> str | None:
     for find in (_library, _packaged):
         try:
             if (path := find()) is not None and path.exists():
+                if _LOADED - {path}:  # its operators have the names of those that are there: the process would end
+                    return f"its C++ code cannot be loaded: this process has that of {min(_LOADED)}; start a new one"
                 torch.ops.load_library(path)
+                _LOADED.add(path)
                 return None
         except (OSError, RuntimeError) as error:  # without a home folder, or where the cache may not be read
             reason = reason or (

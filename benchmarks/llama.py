@@ -12,6 +12,7 @@ step is taken back before the next one, which is not timed. A prompt is given in
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -29,6 +30,13 @@ BASELINE = "DynamicCache"
 QUANTIZED = "QuantizedCache, 4 bits (quanto)"  # transformers' own, with the group and residual of ours
 # How far logits of random weights may be from those of exact keys where a cache rounds to 4 bits.
 ROUNDED = dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), 0.3)
+# Steps without Python, on a GPU: transformers' own way to them, and ours.
+STATIC = "StaticCache, compiled"
+CAPTURED = {
+    "one level, exported": "one level",
+    "mlr 8 levels, values, exported": "mlr 8 levels, values",
+    "mlr 8 levels, values, exported, compiled": "mlr 8 levels, values",
+}
 SEED = 0
 VOCABULARY = 32_000
 SHAPES = {
@@ -53,6 +61,14 @@ def specs(shape: ModelShape, length: int) -> dict[str, str | None]:
         "mlr 8 levels, values": f"mlr:{ranks},values={ranks}",
         "sliding 8 levels": f"sliding:{ranks}@{windows}",
     }
+
+
+def _labels(shape: ModelShape, length: int, device: torch.device) -> list[str]:
+    """The variants of a step on a device."""
+    if device.type == "cpu":
+        return list(specs(shape, length))
+    # A step over codes would make all keys and values anew: see docs/inference.md.
+    return [*(x for x in specs(shape, length) if x not in (QUANTIZED, *STORAGES)), STATIC, *CAPTURED]
 
 
 def build_llama(
@@ -94,10 +110,12 @@ def _new_cache(model: Any, spec: str | None, label: str = BASELINE, **options: A
     from structattn.integrations.transformers import level_cache
     from structattn.integrations.transformers.caches.model_cache import CACHE
 
-    from transformers import DynamicCache, QuantizedCache  # isort: skip
+    from transformers import DynamicCache, QuantizedCache, StaticCache  # isort: skip
 
     if spec is not None:
         return {CACHE: level_cache(model, storage=STORAGES.get(label), **options)}
+    if label == STATIC:
+        return {CACHE: StaticCache(config=model.config, max_cache_len=options["max_length"])}
     if label != QUANTIZED:
         return {CACHE: DynamicCache(config=model.config)}
     like = Storage(4, 4)
@@ -179,6 +197,77 @@ class LlamaStep:
             yield self(), exact
 
 
+@dataclass(kw_only=True)
+class StaticStep(LlamaStep):
+    """A compiled step over a ``StaticCache``, in which each step writes the last token again."""
+
+    def __post_init__(self) -> None:
+        self.step = torch.compile(self.model.forward, mode="reduce-overhead")
+        self.position = torch.tensor([[self.ids.shape[1] - 1]], device=self.ids.device)
+
+    def prepare(self) -> None:
+        """The number of tokens that the cache counts, as before the last one."""
+        for layer in self.cache.layers:
+            layer.cumulative_length.fill_(self.ids.shape[1] - 1)
+
+    @torch.no_grad()
+    def __call__(self) -> Tensor:
+        out: Tensor = self.step(self.ids[:, -1:], position_ids=self.position, use_cache=True, **self.given).logits
+        return out
+
+
+@dataclass(kw_only=True)
+class ProgramStep:
+    """The exported program of a step as one CUDA graph, in which each step writes the last token again.
+
+    Attributes:
+        model: of transformers, structurized.
+        run: the step.
+        ids: all S tokens, (1, S).
+        cache: of the program.
+    """
+
+    model: Any
+    run: Any
+    ids: Tensor
+    cache: list[Tensor]
+
+    @classmethod
+    def of(cls, model: Any, ids: Tensor, *, compiles: bool) -> ProgramStep:
+        """That of a model with all but the last of ``ids`` in its cache."""
+        from structattn.integrations.transformers import export_decoder
+
+        programs = export_decoder(model, max_length=ids.shape[1], batch_size=1)
+        _, cache = programs.prefill.module()(ids[:, :-1], torch.tensor([ids.shape[1] - 1], device=ids.device))
+        run = programs.captured_decode(run=torch.compile(programs.decode.module()) if compiles else None)
+        step = cls(model=model, run=run, ids=ids, cache=list(cache))
+        step()  # copies the cache
+        return step
+
+    @torch.no_grad()
+    def __call__(self) -> Tensor:
+        """The logits after the last token, (1, vocabulary)."""
+        logits, self.cache = self.run(self.ids[:, -1:], self.position, self.cache)
+        return logits
+
+    @functools.cached_property
+    def position(self) -> Tensor:
+        """Of the last token, (1,)."""
+        return self.ids.new_full((1,), self.ids.shape[1] - 1)
+
+    @property
+    def cache_nbytes(self) -> int:
+        """Bytes of all layers."""
+        return sum(x.nbytes for x in self.cache)
+
+    @torch.no_grad()
+    def check(self) -> Iterator[Check]:
+        """Two steps against the whole text at once, without a cache, in float64."""
+        exact = copy.deepcopy(self.model).double()(self.ids, use_cache=False, logits_to_keep=1).logits[:, 0]
+        for _ in range(2):
+            yield self().clone(), exact
+
+
 def _kept_by(layer: Any) -> Iterator[Tensor]:
     """The tensors of a layer of transformers' caches."""
     waiting = [getattr(layer, name, None) for name in ("keys", "values", "_quantized_keys", "_quantized_values")]
@@ -200,21 +289,23 @@ def llama_groups(
     """One group per length."""
     shape = SHAPES[device.type] if shape is None else shape
     for length in LENGTHS[device.type] if lengths is None else lengths:
-        # On a GPU a step would make all keys and values anew: see docs/inference.md.
-        labels = [x for x in specs(shape, length) if device.type == "cpu" or x not in (QUANTIZED, *STORAGES)]
-        cases = tuple(_case(label, shape, length, device, dtype) for label in labels)
+        cases = tuple(_case(label, shape, length, device, dtype) for label in _labels(shape, length, device))
         yield Group(mode="decode", cases=cases)
 
 
 def _case(label: str, shape: ModelShape, length: int, device: torch.device, dtype: torch.dtype) -> Case:
-    spec, width = specs(shape, length)[label], shape.embed_dim
+    spec, width = specs(shape, length).get(CAPTURED.get(label, label)), shape.embed_dim
 
     @torch.no_grad()
-    def build() -> LlamaStep:
+    def build() -> LlamaStep | ProgramStep:
         model = _model(shape, spec, length, device, dtype)
+        if label in CAPTURED:
+            return ProgramStep.of(model, _tokens(length, device), compiles=label.endswith("compiled"))
         given, ids = _new_cache(model, spec, label, max_length=length), _tokens(length, device)
         model(ids[:, :-1], use_cache=True, logits_to_keep=1, **given)
         (cache,) = given.values()
+        if label == STATIC:
+            return StaticStep(model=model, cache=cache, ids=ids, given=given)
         tolerances = ROUNDED if label in (QUANTIZED, *STORAGES) else WHOLE_MODEL
         return LlamaStep(model=model, cache=cache, ids=ids, given=given, tolerances=tolerances)
 

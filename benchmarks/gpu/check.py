@@ -115,6 +115,7 @@ FEATURES: dict[str, Feature] = {
     "8 levels with values, D=64": Feature(layout=_equal(8, value_ranks=(8,) * 8), modes=DIVIDED, is_core=True),
     "sliding, D=64": Feature(layout=_sliding(), modes=DIVIDED, is_core=True),
     "4 levels, D=128": Feature(layout=lambda T: LevelLayout.halving((64, 32, 16, 16), T), value_dim=128, is_core=True),
+    "4 levels, D=256": Feature(layout=lambda T: LevelLayout.halving((128, 64, 32, 32), T), value_dim=256),
     "1 level, D=64": Feature(layout=_equal(1, 64), is_core=True),
     "packed": Feature(
         layout=EIGHT,

@@ -32,6 +32,7 @@ CORE = (
 )  # before the other variants
 SMOLLM2 = ModelShape(num_layers=30, embed_dim=576, num_heads=9, num_kv_heads=3)  # that of SmolLM2-135M
 SMOLLM2_LENGTHS = (4096, 16384)
+SIX_LAYERS = replace(SMOLLM2, num_layers=6)  # that a step can be compiled within the limit
 TINY = ModelShape(num_layers=1, embed_dim=32, num_heads=2, num_kv_heads=1)
 
 
@@ -48,6 +49,7 @@ def groups(settings: Settings) -> Iterator[Group]:
     yield from decode_groups(device, dtype, lengths=LENGTHS)
     yield from model_groups(device, dtype)
     yield from llama_groups(device, dtype, shape=SMOLLM2, lengths=SMOLLM2_LENGTHS)
+    yield from llama_groups(device, dtype, shape=SIX_LAYERS, lengths=SMOLLM2_LENGTHS[:1])
 
 
 def _dtype(settings: Settings) -> torch.dtype:

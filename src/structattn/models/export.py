@@ -44,6 +44,7 @@ class DecoderPrograms:
         batch_size: B; ``None`` where it is dynamic.
         vocab_size: V.
         cache_shapes: of the tensors of the cache, for one row.
+        cache_dtype: theirs.
         device: of all tensors.
     """
 
@@ -53,6 +54,7 @@ class DecoderPrograms:
     batch_size: int | None
     vocab_size: int
     cache_shapes: tuple[tuple[int, ...], ...]
+    cache_dtype: torch.dtype
     device: torch.device
 
     def generate(
@@ -102,6 +104,67 @@ class DecoderPrograms:
                 steps.append(sampler.draw(logits))
                 positions = positions + 1
         return [list(row) for row in zip(*steps, strict=True)]
+
+    def captured_decode(self, rows: int = 1, run: Runner | None = None) -> Runner:
+        """The second program as one CUDA graph: a step is one launch, where the kernels of a small model take
+        less time than Python takes to launch them.
+
+        The runner has memory of its own for the cache. What it is given is copied there, unless it is what it
+        returned, and the next call writes over what it returned.
+
+        Args:
+            rows: B; ``batch_size`` where the programs have one.
+            run: what is captured, such as ``torch.compile(programs.decode.module())``. Default: the program.
+
+        Returns:
+            A function with the inputs and outputs of ``decode``, for ``generate(decode=...)``.
+
+        Raises:
+            ConfigError: the programs are not on a CUDA device.
+            ShapeError: another number of rows than ``batch_size``.
+
+        Cost: a cache more in memory, and one copy of it per step within the GPU.
+        """
+        if self.device.type != "cuda":
+            raise ConfigError(
+                f"CUDA graphs need programs on a CUDA device, and these are on {self.device}: export the model from "
+                "there, or run `decode` as it is"
+            )
+        check_size("rows", rows)
+        if self.batch_size not in (None, rows):
+            raise ShapeError(f"the programs were exported for {self.batch_size} rows, got rows={rows}")
+        return _CapturedStep(self, rows, self.decode.module() if run is None else run)
+
+
+class _CapturedStep:
+    """See ``DecoderPrograms.captured_decode``."""
+
+    def __init__(self, programs: DecoderPrograms, rows: int, run: Runner) -> None:
+        device, dtype = programs.device, programs.cache_dtype
+        self._tokens = torch.zeros((rows, 1), dtype=torch.int64, device=device)
+        self._positions = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._cache = [torch.zeros((rows, *shape[1:]), dtype=dtype, device=device) for shape in programs.cache_shapes]
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.no_grad(), torch.cuda.device(device):
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):  # what is loaded or compiled at first cannot be captured
+                for _ in range(3):
+                    run(self._tokens, self._positions, list(self._cache))
+            torch.cuda.current_stream().wait_stream(stream)
+            with torch.cuda.graph(self._graph):
+                self._logits, written = run(self._tokens, self._positions, list(self._cache))
+                for own, new in zip(self._cache, written, strict=True):
+                    own.copy_(new)
+
+    def __call__(self, tokens: Tensor, positions: Tensor, cache: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        self._tokens.copy_(tokens)
+        self._positions.copy_(positions)
+        for own, given in zip(self._cache, cache, strict=True):
+            if own is not given:
+                own.copy_(given)
+        self._graph.replay()
+        return self._logits, list(self._cache)
 
 
 class _Program(nn.Module):
@@ -248,5 +311,6 @@ def decoder_programs(
         batch_size=batch_size,
         vocab_size=embedding.shape[0],
         cache_shapes=tuple(shape for level in levels for shape in level.shapes(1)),
+        cache_dtype=embedding.dtype,
         device=embedding.device,
     )

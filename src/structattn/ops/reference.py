@@ -168,7 +168,9 @@ def attention(
     dtype = q.dtype if q.dtype in (torch.float32, torch.float64) else torch.float32
     repeats, num_keys = q.shape[1] // k.shape[1] if k.shape[1] else 1, k.shape[-2]
     query = q.to(dtype)
-    key, value = (x.to(dtype).repeat_interleave(repeats, dim=1) for x in (k, v))
+    # Not by repeat_interleave: where the length is not known, PyTorch 2.11 cannot export it.
+    head = torch.arange(q.shape[1], device=q.device) // repeats
+    key, value = (x.to(dtype).index_select(1, head) for x in (k, v))
     bias = None if call.terms.attn_bias is None else call.terms.attn_bias.to(dtype).expand(*q.shape[:3], num_keys)
     shown = None if call.terms.attn_mask is None else call.terms.attn_mask.expand(*q.shape[:3], num_keys)
     of_queries, of_keys = call.cu_seqlens, call.key_seqlens

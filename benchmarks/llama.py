@@ -231,6 +231,7 @@ class ProgramStep:
     run: Any
     ids: Tensor
     cache: list[Tensor]
+    tolerances: ClassVar[dict[torch.dtype, float]] = WHOLE_MODEL
 
     @classmethod
     def of(cls, model: Any, ids: Tensor, *, compiles: bool) -> ProgramStep:

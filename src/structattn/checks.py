@@ -226,7 +226,7 @@ def is_autocast(value: Tensor) -> bool:
     """Whether autocast is on and casts this tensor: it leaves float64 and ints as they are."""
     if no_autocast():
         return False
-    # The meta device has no autocast. torch.amp.is_autocast_available knows, and PyTorch 2.11 cannot compile it.
+    # torch.amp.is_autocast_available knows that the meta device has none, and PyTorch 2.11 cannot compile it.
     casts = value.is_floating_point() and value.dtype != torch.float64 and not value.is_meta
     return casts and torch.is_autocast_enabled(value.device.type)
 

@@ -83,6 +83,18 @@ def test_programs_hold_operators_of_pytorch_only(exported) -> None:
         assert not any("structattn" in target for target in targets)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_captured_step_gives_the_tokens_of_generate() -> None:
+    model = make("mlr:8|8,values=8|8", num_kv_heads=1).cuda()
+    programs = export_decoder(model, max_length=29)
+    step = programs.captured_decode(len(PROMPTS))
+    for prompts in (PROMPTS, PROMPTS[::-1]):  # a second text in the same memory
+        expected = model.generate(prompts, max_new_tokens=9)
+        assert programs.generate(prompts, max_new_tokens=9, decode=step) == expected
+    with pytest.raises(ShapeError, match=r"exported for 4 rows, got rows=3"):
+        export_decoder(model, max_length=29, batch_size=4).captured_decode(3)
+
+
 def test_what_does_not_fit_is_refused(exported) -> None:
     _, programs = exported
     with pytest.raises(ShapeError, match=r"20 tokens in the longest prompt and 11 new ones do not fit the cache of 29"):
@@ -95,6 +107,8 @@ def test_what_does_not_fit_is_refused(exported) -> None:
         programs.generate([[37]], max_new_tokens=1)
     with pytest.raises(ConfigError, match="max_new_tokens must be an int of at least 1, got 0"):
         programs.generate([[1]], max_new_tokens=0)
+    with pytest.raises(ConfigError, match="CUDA graphs need programs on a CUDA device, and these are on cpu"):
+        programs.captured_decode(4)
     for wrong, error, match in (
         ({"model": torch.nn.Linear(2, 2)}, ConfigError, "model must be a LanguageModel, got a Linear"),
         ({"max_length": 0}, ConfigError, "max_length must be an int of at least 1, got 0"),

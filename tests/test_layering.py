@@ -1,5 +1,5 @@
-"""A file imports only from floors below its own, or from its own folder: the imports are parsed, not
-trusted.
+"""A file imports only from floors below its own, or from its own folder, and a class name means one class:
+the files are parsed, not trusted.
 """
 
 import ast
@@ -259,3 +259,16 @@ def test_reference_imports_only_torch_the_layout_and_the_options_of_a_call() -> 
             elif isinstance(node, ast.Import):
                 names.update(alias.name for alias in node.names)
         assert {x for x in names if x.partition(".")[0] not in {"torch", *sys.stdlib_module_names}} == expected
+
+
+def test_a_class_name_means_one_class() -> None:
+    classes = [
+        (node.name, path)
+        for package in (LIBRARY, LAB)
+        for _, path in modules(package)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    ]
+    homes = {name: sorted(str(path) for other, path in classes if other == name) for name, _ in classes}
+    assert len(homes) > 400
+    assert {name: paths for name, paths in homes.items() if len(paths) > 1} == {}

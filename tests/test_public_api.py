@@ -43,7 +43,8 @@ def test_public_names() -> None:
         "structured_attention",
     }
     assert all(hasattr(sa, name) for name in sa.__all__)
-    assert {"LowRank", "BTT", "MLR", "Matrix"} <= set(dir(sa.scoring))
+    assert {"Standard", "BTT", "MLR", "Matrix"} <= set(dir(sa.scoring))
+    assert sa.scoring.LowRank is sa.scoring.Standard  # an earlier name
     assert set(sa.parallel.__all__) == {"ContextParallel", "SequenceShard", "context_parallel", "tensor_parallel_plan"}
     assert all(hasattr(sa.parallel, name) for name in sa.parallel.__all__)
     assert set(sa.matrices.__all__) >= {

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from structattn.cache.paged import LayerShape, PagedCache, PagePool, ShapeProbe, Tokens
+from structattn.cache.paged import PagedCache, PagedLayerShape, PagePool, ShapeProbe, Tokens
 from structattn.cache.paged.geometry import groups_of, page_numbers, pages_of
 from structattn.errors import CacheError, ConfigError
 from structattn.layout.global_window import GlobalWindowLayout
@@ -41,7 +41,7 @@ HEADS, DIM, VALUE_DIM = 4, 8, 6
 
 def shape(name, keys=2, values=2):
     layout, window = (LAYOUTS | BY_HEADS)[name]
-    return LayerShape(layout, window, (keys, DIM), (values, VALUE_DIM))
+    return PagedLayerShape(layout, window, (keys, DIM), (values, VALUE_DIM))
 
 
 def random_shape(draw):
@@ -50,7 +50,7 @@ def random_shape(draw):
     names = [draw.choice(list(LAYOUTS)) for _ in range(draw.choice((1, 2, 4)))]
     layout = HeadLayouts([LAYOUTS[name][0] for name in names])
     window = None if "two softmaxes" in names else draw.choice((None, 5, 11))
-    return LayerShape(layout, window, (len(names), DIM), (len(names), VALUE_DIM))
+    return PagedLayerShape(layout, window, (len(names), DIM), (len(names), VALUE_DIM))
 
 
 def pool_of(layers, nbytes=2**20, **options):
@@ -195,8 +195,8 @@ def test_reserving_is_all_or_nothing() -> None:
 
 
 def test_a_page_is_small_where_blocks_are() -> None:
-    deep = LayerShape(LevelLayout.halving((8,) * 8, 4096, value_ranks=(8,) * 8), None, (2, 64), (2, 64))
-    plain_values = LayerShape(LevelLayout.halving((8,) * 8, 4096), None, (2, 64), (2, 64))
+    deep = PagedLayerShape(LevelLayout.halving((8,) * 8, 4096, value_ranks=(8,) * 8), None, (2, 64), (2, 64))
+    plain_values = PagedLayerShape(LevelLayout.halving((8,) * 8, 4096), None, (2, 64), (2, 64))
     for layer in (deep, plain_values):
         groups = groups_of([layer])
         size = page_numbers(groups, 256, 4096)
@@ -236,7 +236,7 @@ def test_wrong_use_is_named() -> None:
     with pytest.raises(ConfigError, match="a pool of 100 bytes has 0 pages"):
         pool_of([layer], nbytes=100)
     with pytest.raises(ConfigError, match="needs equal blocks, and the layout has segments"):
-        LayerShape(LevelLayout.from_boundaries((4, 4), ((0,), (0, 3))), None, (2, 8), (2, 8))
+        PagedLayerShape(LevelLayout.from_boundaries((4, 4), ((0,), (0, 3))), None, (2, 8), (2, 8))
     with pytest.raises(ConfigError, match="a layout for each of 2 key heads, and the layer has 4"):
         shape("streaming heads", values=4)
 

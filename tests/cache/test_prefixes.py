@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 
-from structattn.cache.paged import LayerShape, PagedCache, PagePool, Tokens
+from structattn.cache.paged import PagedCache, PagedLayerShape, PagePool, Tokens
 from structattn.cache.paged.geometry import Lifetime, groups_of, pages_of
 from structattn.cache.paged.prefixes import PrefixIndex, share_unit
 from structattn.layout.global_window import GlobalWindowLayout
@@ -17,25 +17,25 @@ from structattn.ops.terms import ScoreTerms
 from structattn.testing.tolerances import assert_close
 
 LAYERS = {
-    "plain": [LayerShape(None, None, (2, 4), (2, 3))],
-    "levels": [LayerShape(LevelLayout((4, 2, 2), (64, 16, 8)), None, (1, 8), (2, 3))],
-    "values": [LayerShape(LevelLayout((2, 4), (72, 12), value_ranks=(2, 1)), None, (2, 6), (1, 3))],
+    "plain": [PagedLayerShape(None, None, (2, 4), (2, 3))],
+    "levels": [PagedLayerShape(LevelLayout((4, 2, 2), (64, 16, 8)), None, (1, 8), (2, 3))],
+    "values": [PagedLayerShape(LevelLayout((2, 4), (72, 12), value_ranks=(2, 1)), None, (2, 6), (1, 3))],
     "two layers": [
-        LayerShape(LevelLayout((4, 2), (64, 4), value_ranks=(1, 2)), None, (1, 6), (1, 3)),
-        LayerShape(LevelLayout((2, 2), (66, 6)), None, (1, 4), (1, 3)),
+        PagedLayerShape(LevelLayout((4, 2), (64, 4), value_ranks=(1, 2)), None, (1, 6), (1, 3)),
+        PagedLayerShape(LevelLayout((2, 2), (66, 6)), None, (1, 4), (1, 3)),
     ],
-    "sink tokens": [LayerShape(LevelLayout((4, 2), (64, 8), sink_tokens=2), None, (1, 6), (1, 3))],
-    "window": [LayerShape(LevelLayout((4, 2), (64, 8)), 5, (1, 6), (1, 3))],
-    "full and window": [LayerShape(None, None, (1, 4), (1, 3)), LayerShape(None, 7, (1, 4), (1, 3))],
-    "two softmaxes": [LayerShape(GlobalWindowLayout((4, 4), 6), None, (1, 8), (1, 3))],
+    "sink tokens": [PagedLayerShape(LevelLayout((4, 2), (64, 8), sink_tokens=2), None, (1, 6), (1, 3))],
+    "window": [PagedLayerShape(LevelLayout((4, 2), (64, 8)), 5, (1, 6), (1, 3))],
+    "full and window": [PagedLayerShape(None, None, (1, 4), (1, 3)), PagedLayerShape(None, 7, (1, 4), (1, 3))],
+    "two softmaxes": [PagedLayerShape(GlobalWindowLayout((4, 4), 6), None, (1, 8), (1, 3))],
     "streaming heads": [
-        LayerShape(HeadLayouts((None, LevelLayout.sliding((4,), (9,), sink_tokens=2))), None, (2, 4), (2, 3))
+        PagedLayerShape(HeadLayouts((None, LevelLayout.sliding((4,), (9,), sink_tokens=2))), None, (2, 4), (2, 3))
     ],
     "windows only": [
-        LayerShape(LevelLayout.sliding((4,), (5,), sink_tokens=7), None, (1, 4), (1, 3)),
-        LayerShape(None, 1, (1, 4), (1, 3)),
+        PagedLayerShape(LevelLayout.sliding((4,), (5,), sink_tokens=7), None, (1, 4), (1, 3)),
+        PagedLayerShape(None, 1, (1, 4), (1, 3)),
     ],
-    "one token": [LayerShape(None, 1, (1, 4), (1, 3))],
+    "one token": [PagedLayerShape(None, 1, (1, 4), (1, 3))],
 }
 
 

@@ -11,8 +11,8 @@ from structattn.testing.tolerances import assert_close
 
 E, H = 16, 4
 SCORINGS = {
-    "low rank": sa.scoring.LowRank(),
-    "wide low rank": sa.scoring.LowRank(rank=20),
+    "low rank": sa.scoring.Standard(),
+    "wide low rank": sa.scoring.Standard(rank=20),
     "btt": sa.scoring.BTT(rank=1),
     "mlr": sa.scoring.MLR(ranks=(2, 1, 1)),
     "mlr wider than E": sa.scoring.MLR(ranks=(4, 4, 4)),

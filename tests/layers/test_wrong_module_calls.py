@@ -169,7 +169,7 @@ TABLE = {
     ),
     "scoring of another size": (
         lambda value: sa.Attention(14, 2, scoring=value),
-        {"value": scoring.LowRank()},
+        {"value": scoring.Standard()},
         {
             "value": (
                 scoring.MLR(ranks=(2, 2, 2)),

@@ -358,7 +358,7 @@ TABLE = {
         {"frequencies": (1.0,)},
         {"frequencies": (None, "x", ("x",), 3)},
     ),
-    "scoring.LowRank": (scoring.LowRank, {}, {"rank": SIZE, **SCORES}),
+    "scoring.Standard": (scoring.Standard, {}, {"rank": SIZE, **SCORES}),
     "scoring.BTT": (scoring.BTT, {}, {"rank": (None, *SIZE), **SCORES}),
     "scoring.MLR": (
         scoring.MLR,
@@ -368,7 +368,7 @@ TABLE = {
     "scoring.Matrix": (scoring.Matrix, {"matrix": "btt:1"}, {"matrix": (*TEXT, matrices.Dense), **SCORES}),
     "feature_dim": (
         lambda kind, **given: kind.feature_dim(**given),
-        {"kind": scoring.LowRank(), "embed_dim": 8, "num_heads": 2},
+        {"kind": scoring.Standard(), "embed_dim": 8, "num_heads": 2},
         {"embed_dim": (None, *SIZE), "num_heads": (None, *SIZE)},
     ),
     "scoring.build": (scoring.BTT().build, {"shape": SHAPE}, {"shape": (None, "x", THING)}),
@@ -438,7 +438,7 @@ def test_every_public_name_has_wrong_calls() -> None:
     }
     folders = {"__version__", "cache", "errors", "matrices", "mup", "ops", "parallel", "scoring"}
     protocols = {"DeclaresRoles", "DrawsFactors", "ComputesWeight"}
-    public = [*sa.__all__, *(f"scoring.{name}" for name in ("LowRank", "BTT", "MLR", "Matrix"))]
+    public = [*sa.__all__, *(f"scoring.{name}" for name in ("Standard", "BTT", "MLR", "Matrix"))]
     public += [
         name for name in mup.__all__ if inspect.isclass(found := getattr(mup, name)) or inspect.isfunction(found)
     ]

@@ -52,7 +52,7 @@ numbers = st.integers(1, 99)
 
 @given(
     scoring=st.one_of(
-        st.builds(sa.scoring.LowRank, rank=st.one_of(st.none(), numbers), rms_cap=st.booleans()),
+        st.builds(sa.scoring.Standard, rank=st.one_of(st.none(), numbers), rms_cap=st.booleans()),
         st.builds(sa.scoring.BTT, rank=numbers, scaling=st.sampled_from(["variance", "mup"])),
         st.builds(sa.scoring.MLR, ranks=st.lists(numbers, min_size=1, max_size=4).map(tuple)),
     ),

@@ -32,7 +32,7 @@ from structattn.layers.device import Device, check_dtype, on_device
 from structattn.layers.layer import AttentionLayer
 from structattn.layers.rotary import Rotary
 from structattn.layers.rotary_heads import HeadRotary
-from structattn.layers.scoring import LowRank, Scoring, check_scoring
+from structattn.layers.scoring import Scoring, Standard, check_scoring
 from structattn.layers.scoring_latent import ScoringLatent
 from structattn.layers.scoring_modules import HeadShape
 from structattn.layout.heads import AnyLayout, HeadLayouts, with_whole_values
@@ -59,7 +59,7 @@ class Attention(AttentionLayer, NumberedLayer):
         embed_dim, num_heads: E, and H, which divides it. Give the rest by name: ``nn.MultiheadAttention`` has
             another order.
         num_kv_heads: G, key and value heads; divides H. Default: H.
-        scoring: ``scoring.LowRank`` (default: standard attention), ``BTT``, ``MLR`` or ``Matrix``.
+        scoring: ``scoring.Standard`` (default: standard attention), ``BTT``, ``MLR`` or ``Matrix``.
         layout: ``LevelLayout`` or ``GlobalWindowLayout`` whose ranks sum to the feature dimension of the
             scoring (E / H; E for BTT and Matrix; sum r_l p_l for MLR), and whose scaling replaces the
             scoring's; or a ``TextLayout``. Default ``None``: plain.
@@ -112,7 +112,7 @@ class Attention(AttentionLayer, NumberedLayer):
             check_size("window", window, MAX_LENGTH)
         check_number("dropout", dropout, minimum=0, below=1)
         check_choice("backend", backend, get_args(Backend))
-        scoring = LowRank() if scoring is None else scoring
+        scoring = Standard() if scoring is None else scoring
         check_scoring(scoring)
         checks.check_rotary(rotary)
         checks.check_layout(layout, window, scoring, embed_dim, num_heads, num_kv_heads)

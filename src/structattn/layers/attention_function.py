@@ -26,7 +26,7 @@ from structattn.layers.rotary_order import (
     rotation_of,
     runs_of,
 )
-from structattn.layers.scoring import LowRank
+from structattn.layers.scoring import Standard
 from structattn.layout.global_window import GlobalWindowLayout, Layout
 from structattn.layout.halving import Halving
 from structattn.layout.levels import LevelLayout
@@ -239,7 +239,7 @@ def attention_function(
     """
     if isinstance(layout, str | AttentionSpec):
         spec = text_forms.read(AttentionSpec, layout) if isinstance(layout, str) else layout
-        if spec.scoring != LowRank() or spec.num_heads is not None or isinstance(spec.layout, TextLayout):
+        if spec.scoring != Standard() or spec.num_heads is not None or isinstance(spec.layout, TextLayout):
             raise ConfigError(
                 "a function of queries and keys has a layout of blocks and a window only, and the spec "
                 f"{quoted(str(spec))} asks for more: sa.Attention.from_spec makes a module of it"

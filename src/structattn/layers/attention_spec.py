@@ -10,7 +10,7 @@ from structattn import text_forms
 from structattn.checks import MAX_LENGTH, check_choice, check_size, check_type
 from structattn.errors import ConfigError
 from structattn.layers.layer import CustomAttention
-from structattn.layers.scoring import BTT, MLR, LowRank, Matrix
+from structattn.layers.scoring import BTT, MLR, Matrix, Standard
 from structattn.layers.scoring_modules import ScoreScaling
 from structattn.layout.global_window import GlobalWindowLayout
 from structattn.layout.halving import Halving
@@ -19,7 +19,7 @@ from structattn.layout.levels import LevelLayout
 from structattn.layout.sink_window import SinkWindow
 from structattn.layout.text import TextLayout
 
-AnyScoring = LowRank | BTT | MLR | Matrix
+AnyScoring = Standard | BTT | MLR | Matrix
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class AttentionSpec:
         ConfigError: an option is of another kind or out of its range, or two exclude each other.
     """
 
-    scoring: AnyScoring = field(default_factory=LowRank)
+    scoring: AnyScoring = field(default_factory=Standard)
     layout: LevelLayout | GlobalWindowLayout | Halving | SinkWindow | TextLayout | None = None
     window: int | None = None
     num_heads: int | None = None
@@ -54,10 +54,10 @@ class AttentionSpec:
             self._check_heads()
         check_type("custom", self.custom, CustomAttention | None, "a CustomAttention or None", "parse_spec reads text")
         others = (self.layout, self.window, self.num_heads, self.num_kv_heads, self.heads)
-        if self.custom is not None and (self.scoring != LowRank() or any(value is not None for value in others)):
+        if self.custom is not None and (self.scoring != Standard() or any(value is not None for value in others)):
             raise ConfigError(f"{self.custom} is a layer of its own: leave out scoring, layout, window and heads")
         check_type(
-            "scoring", self.scoring, AnyScoring, "a scoring.LowRank, BTT, MLR or Matrix", "parse_spec reads text"
+            "scoring", self.scoring, AnyScoring, "a scoring.Standard, BTT, MLR or Matrix", "parse_spec reads text"
         )
         layouts = LevelLayout | GlobalWindowLayout | Halving | SinkWindow | TextLayout | None
         check_type("layout", self.layout, layouts, "a layout or None", "parse_spec reads text")
@@ -77,12 +77,12 @@ class AttentionSpec:
         assert self.heads is not None
         if not self.heads:
             raise ConfigError("heads need a spec for each key head, got none")
-        if self.layout is not None or self.window is not None or self.scoring != LowRank():
+        if self.layout is not None or self.window is not None or self.scoring != Standard():
             raise ConfigError("heads have layouts and windows of their own: leave scoring, layout and window out")
         for head, spec in enumerate(self.heads):
             check_type(f"the spec of head {head}", spec, AttentionSpec, "an AttentionSpec", "parse_spec reads text")
             is_plain = spec.custom is None and (spec.heads, spec.num_heads, spec.num_kv_heads) == (None, None, None)
-            if not is_plain or spec.scoring not in (LowRank(), LowRank(scaling="mup")):
+            if not is_plain or spec.scoring not in (Standard(), Standard(scaling="mup")):
                 raise ConfigError(
                     f"the spec of head {head}, {spec}, must be a layout or a window alone, such as standard, "
                     "window:252,sink_tokens=4, mlr:32|32 or sliding:32|32@-|128"

@@ -11,7 +11,7 @@ from structattn.cache.bounded import LayerCache
 from structattn.checks import check_like, check_tensor, check_type, describe, is_int
 from structattn.errors import ConfigError, ShapeError
 from structattn.layers.rotary import Rotary
-from structattn.layers.scoring import LowRank, Scoring
+from structattn.layers.scoring import Scoring, Standard
 from structattn.layout.checks import check_sum
 from structattn.layout.global_window import GlobalWindowLayout
 from structattn.layout.heads import AnyLayout, HeadLayouts
@@ -67,7 +67,7 @@ def check_layout(
     )
     check_type("layout", layout, layouts, "a LevelLayout, GlobalWindowLayout, HeadLayouts, TextLayout or None", remedy)
     if isinstance(layout, HeadLayouts):
-        if not isinstance(scoring, LowRank):
+        if not isinstance(scoring, Standard):
             raise ConfigError(
                 f"heads have layouts of their own where each has its own keys, and those of {type(scoring).__name__} "
                 "share them: leave scoring at its default, or give one layout"
@@ -79,7 +79,7 @@ def check_layout(
     feature_dim = scoring.feature_dim(embed_dim, num_heads)
     if layout is not None:
         what = f"the feature dimension of {type(scoring).__name__}"
-        what += " (embed_dim / num_heads)" if isinstance(scoring, LowRank) else ""
+        what += " (embed_dim / num_heads)" if isinstance(scoring, Standard) else ""
         check_sum("the ranks of the layout", layout.ranks, feature_dim, what)
     if window is not None and isinstance(layout, GlobalWindowLayout):
         raise ConfigError("a global-window layout has its own window: leave window at None")

@@ -1,6 +1,6 @@
 """Scoring: the structure of M in the score x^T M x', that is, how hidden states become queries and keys.
 
-``LowRank``, ``BTT``, ``MLR`` and ``Matrix`` are values: they say which structure. ``build`` makes the module
+``Standard``, ``BTT``, ``MLR`` and ``Matrix`` are values: they say which structure. ``build`` makes the module
 with the weights.
 """
 
@@ -29,7 +29,7 @@ from structattn.matrices import LowRank as LowRankMatrix
 
 
 class Scoring(Protocol):
-    """A value that says how queries and keys are made; ``LowRank``, ``BTT``, ``MLR`` and ``Matrix`` are the
+    """A value that says how queries and keys are made; ``Standard``, ``BTT``, ``MLR`` and ``Matrix`` are the
     ones there are.
     """
 
@@ -74,11 +74,11 @@ def check_scoring(scoring: object) -> None:
     remedy = 'give a value such as scoring.BTT(rank=1), or use Attention.from_spec("bilinear-btt:1", ...) for text'
     if isinstance(scoring, ScoringModule):
         remedy = "a module belongs to one layer: give the value that it was made from"
-    raise ConfigError(f"scoring must be a scoring.LowRank, BTT, MLR or Matrix, got {describe(scoring)}; {remedy}")
+    raise ConfigError(f"scoring must be a scoring.Standard, BTT, MLR or Matrix, got {describe(scoring)}; {remedy}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class LowRank:
+class Standard:
     """Standard attention: score_h = <W_Q x, W_K x'> / sqrt(D), rank D in every head.
 
     Args:
@@ -94,7 +94,7 @@ class LowRank:
     def __post_init__(self) -> None:
         _check_options(self.scaling, self.rms_cap)
         if self.rank is not None:
-            check_size("LowRank rank", self.rank)
+            check_size("Standard rank", self.rank)
 
     def feature_dim(self, embed_dim: int, num_heads: int) -> int:
         """The rank, or embed_dim / num_heads."""
@@ -105,6 +105,9 @@ class LowRank:
         """The module with W_Q for every query head and W_K for every key head."""
         sizes, rank = _matrix_sizes(shape), self.feature_dim(shape.embed_dim, shape.num_heads)
         return LowRankScoring(LowRankMatrix(rank=rank, rms_cap=self.rms_cap, **sizes), shape, self.scaling)
+
+
+LowRank = Standard  # an earlier name, which code and pickles still use; matrices.LowRank is the matrix
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from structattn.checks import check_bool, check_size
 from structattn.errors import ConfigError
-from structattn.matrices import FactoredMatrix, MultiLevelLowRank, StructuredMatrix
-from structattn.matrices import LowRank as LowRankMatrix
+from structattn.matrices import FactoredMatrix, LowRank, MultiLevelLowRank, StructuredMatrix
 from structattn.matrices.base import Order
 from structattn.optim.roles import Role
 
@@ -251,7 +250,7 @@ class OneNormScoring(ScoringModule):
 class LowRankScoring(OneNormScoring):
     """Standard attention: q = norm(W_Q x), k = norm(W_K x')."""
 
-    matrix: LowRankMatrix
+    matrix: LowRank
     fixed_order = "factored"
     mup_scale = 8
 

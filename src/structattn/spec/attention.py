@@ -36,7 +36,7 @@ from structattn.grammar import (
 )
 from structattn.layers.attention_spec import AttentionSpec
 from structattn.layers.layer import CustomAttention
-from structattn.layers.scoring import BTT, MLR, LowRank, Matrix
+from structattn.layers.scoring import BTT, MLR, Matrix, Standard
 from structattn.layers.scoring_modules import ScoreScaling
 from structattn.layout.global_window import GlobalWindowLayout
 from structattn.layout.halving import Halving
@@ -86,7 +86,7 @@ def _ranks_and_window(text: str) -> dict[str, Any]:
 
 def _standard(num_heads: int | None = None, kv_heads: int | None = None, **options: Any) -> dict[str, Any]:
     heads = {"num_heads": num_heads, "num_kv_heads": kv_heads}
-    return {"scoring": LowRank(**options)} | {name: count for name, count in heads.items() if count is not None}
+    return {"scoring": Standard(**options)} | {name: count for name, count in heads.items() if count is not None}
 
 
 def _layout_options(scaling: Any = "variance", values: Any = None, sink_tokens: int = 0) -> dict[str, Any]:
@@ -405,20 +405,20 @@ def _in_words(term: str) -> str:
     return words.replace(default, "") + (", of the values too" if "values=" in options else "")
 
 
-def _options(value: LowRank | BTT | MLR | Matrix) -> dict[str, object]:
+def _options(value: Standard | BTT | MLR | Matrix) -> dict[str, object]:
     """The options of a scoring that are not at their defaults."""
-    positional = () if isinstance(value, LowRank) else ("rank", "ranks", "matrix")
+    positional = () if isinstance(value, Standard) else ("rank", "ranks", "matrix")
     fields = [item for item in dataclasses.fields(value) if item.name not in positional]
     return {item.name: option for item in fields if (option := getattr(value, item.name)) != item.default}
 
 
 def _scoring_terms(spec: AttentionSpec) -> list[str]:
-    if not isinstance(spec.scoring, LowRank) and (spec.num_heads, spec.num_kv_heads) != (None, None):
+    if not isinstance(spec.scoring, Standard) and (spec.num_heads, spec.num_kv_heads) != (None, None):
         raise ConfigError(
             "only standard has numbers of heads in its text form: give them to the model, or keep the object"
         )
     match spec.scoring:
-        case LowRank() as scoring:
+        case Standard() as scoring:
             term = write_term("standard", spec.num_heads, kv_heads=spec.num_kv_heads, **_options(scoring))
             return [] if term == "standard" else [term]
         case BTT() as scoring:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from structattn.layers.layer import LayerShape
-from structattn.layers.scoring import LowRank
+from structattn.layers.scoring import Standard
 from structattn.layers.scoring_modules import HeadShape
 from structattn_lab.baselines.layer import BaselineLayer, linear
 from structattn_lab.baselines.tables import SlotTable
@@ -39,7 +39,7 @@ class KeyValueLayer(BaselineLayer):
             norm=shape.qk_norm,
             fixed_features=True,
         )
-        self.scoring = LowRank().build(heads)
+        self.scoring = Standard().build(heads)
         self.value_proj = linear(self.embed_dim, self.num_kv_heads * self.head_dim)
         self.rotary = None if shape.rotary is None else shape.rotary.build((self.head_dim,))
 

@@ -2,7 +2,7 @@
 
 from structattn.cache.paged.batch import Tokens
 from structattn.cache.paged.cache import PackedCache, PagedCache, ShapeProbe
-from structattn.cache.paged.geometry import LayerShape
+from structattn.cache.paged.geometry import PagedLayerShape
 from structattn.cache.paged.pages import PagePool
 
-__all__ = ["LayerShape", "PackedCache", "PagePool", "PagedCache", "ShapeProbe", "Tokens"]
+__all__ = ["PackedCache", "PagePool", "PagedCache", "PagedLayerShape", "ShapeProbe", "Tokens"]

@@ -14,7 +14,7 @@ from structattn.cache import decode
 from structattn.cache.attend import over_dense
 from structattn.cache.decode import KeyValueView
 from structattn.cache.paged.batch import Batch, Chunk, Singles, Tokens
-from structattn.cache.paged.geometry import HeadsShape, LayerShape
+from structattn.cache.paged.geometry import HeadsShape, PagedLayerShape
 from structattn.cache.paged.pages import LevelPages, PagePool
 from structattn.errors import CacheError
 from structattn.layout.heads import AnyLayout, HeadLayouts
@@ -61,7 +61,7 @@ class ShapeProbe(PackedCache):
     """
 
     def __init__(self) -> None:
-        self.layers: dict[int, LayerShape] = {}
+        self.layers: dict[int, PagedLayerShape] = {}
         self.places: set[tuple[torch.dtype, torch.device]] = set()
 
     def attend(
@@ -176,7 +176,7 @@ class PagedCache(PackedCache):
     Source: pages and tables as in vLLM (Kwon et al. 2023, PagedAttention); a lifetime for each level is ours.
     """
 
-    def __init__(self, layers: Sequence[LayerShape], pages: PagePool) -> None:
+    def __init__(self, layers: Sequence[PagedLayerShape], pages: PagePool) -> None:
         self.layers, self.pages = tuple(layers), pages
         self._parts = [_parts_of(layer, pages.levels(index)) for index, layer in enumerate(self.layers)]
         self._batch: Batch | None = None
@@ -240,7 +240,7 @@ class PagedCache(PackedCache):
             outs.append(part.attend(batch, *of_heads, terms_of(options, queries)))
         return joined(outs, shape.layout, per_key_head)
 
-    def _check(self, layer: int, found: LayerShape, shape: Sequence[int]) -> None:
+    def _check(self, layer: int, found: PagedLayerShape, shape: Sequence[int]) -> None:
         """Raises ``CacheError`` unless a layer may be given its tokens now."""
         if self._batch is None:
             raise CacheError(
@@ -255,12 +255,12 @@ class PagedCache(PackedCache):
         self._done.add(layer)
 
 
-def _parts_of(layer: LayerShape, levels: list[LevelPages]) -> list[_Heads]:
+def _parts_of(layer: PagedLayerShape, levels: list[LevelPages]) -> list[_Heads]:
     """The heads of each layout of a layer, with their levels among those of the layer."""
     left = iter(levels)
     return [_Heads(shape, list(islice(left, sum(1 for _ in shape.levels())))) for shape in layer.by_heads]
 
 
-def _shape_of(layout: AnyLayout | None, window: int | None, k: Tensor, v: Tensor) -> LayerShape:
+def _shape_of(layout: AnyLayout | None, window: int | None, k: Tensor, v: Tensor) -> PagedLayerShape:
     """That of a layer with these keys and values."""
-    return LayerShape(layout, window, (k.shape[1], k.shape[3]), (v.shape[1], v.shape[3]))
+    return PagedLayerShape(layout, window, (k.shape[1], k.shape[3]), (v.shape[1], v.shape[3]))

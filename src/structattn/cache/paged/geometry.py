@@ -143,7 +143,7 @@ class HeadsShape:
 
 
 @dataclass(frozen=True)
-class LayerShape:
+class PagedLayerShape:
     """What a cache keeps of one attention layer.
 
     Attributes:
@@ -202,7 +202,8 @@ class Group:
 
     Attributes:
         lifetime: theirs.
-        parts: by (layer, number of the level within the layer, in the order of ``LayerShape.levels``).
+        parts: by (layer, number of the level within the layer, in the order of
+            ``PagedLayerShape.levels``).
         width: numbers of a token.
     """
 
@@ -211,7 +212,7 @@ class Group:
     width: int
 
 
-def groups_of(layers: Sequence[LayerShape]) -> tuple[Group, ...]:
+def groups_of(layers: Sequence[PagedLayerShape]) -> tuple[Group, ...]:
     """The groups of the layers of a model; the one that keeps every position, if there is one, first."""
     widths: dict[Lifetime, int] = {}
     parts: dict[Lifetime, dict[tuple[int, int], Part]] = {}

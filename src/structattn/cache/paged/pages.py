@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from structattn.cache.paged.geometry import Group, LayerShape, Part, groups_of, page_numbers, pages_of
+from structattn.cache.paged.geometry import Group, PagedLayerShape, Part, groups_of, page_numbers, pages_of
 from structattn.cache.paged.prefixes import PrefixIndex, share_unit
 from structattn.cache.storage import FullPage, LevelStore
 from structattn.checks import check_size
@@ -96,7 +96,7 @@ class PagePool:
 
     def __init__(
         self,
-        layers: Sequence[LayerShape],
+        layers: Sequence[PagedLayerShape],
         *,
         nbytes: int,
         dtype: torch.dtype,

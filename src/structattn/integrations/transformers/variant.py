@@ -13,7 +13,7 @@ from torch import Tensor
 from structattn.checks import quoted
 from structattn.errors import ConfigError
 from structattn.integrations.transformers.masks.structured_mask import Sequences
-from structattn.layers.scoring import LowRank
+from structattn.layers.scoring import Standard
 from structattn.layout.global_window import GlobalWindowLayout
 from structattn.layout.heads import AnyLayout, with_whole_values
 from structattn.layout.text import TextLayout
@@ -33,13 +33,13 @@ def trained_spec(spec: str | AttentionSpec) -> AttentionSpec:
     if not isinstance(spec, str | AttentionSpec):
         raise ConfigError(f"an attention spec is a text such as 'mlr:32|16|16' or an AttentionSpec, got {quoted(spec)}")
     value = parse_spec(spec) if isinstance(spec, str) else spec
-    is_kept = value.custom is None and value.scoring == LowRank()
+    is_kept = value.custom is None and value.scoring == Standard()
     if not is_kept or (value.num_heads, value.num_kv_heads) != (None, None):
         what = (
             "a layer of its own"
             if value.custom is not None
             else "a bilinear scoring"
-            if not isinstance(value.scoring, LowRank)
+            if not isinstance(value.scoring, Standard)
             else "a number of heads, a rank or a scaling"
         )
         raise ConfigError(

@@ -16,7 +16,7 @@ import torch
 import transformers
 from transformers import ContinuousBatchingConfig, PreTrainedModel
 
-from structattn.cache.paged import LayerShape, PagedCache, PagePool, ShapeProbe, Tokens
+from structattn.cache.paged import PagedCache, PagedLayerShape, PagePool, ShapeProbe, Tokens
 from structattn.errors import CacheError, ConfigError, MissingDependencyError
 from structattn.integrations.transformers.caches.model_cache import storage_of
 from structattn.memory import free_memory
@@ -85,7 +85,7 @@ class ServedCache(PagedCache):
     max_tokens_read = 1
 
     def __init__(
-        self, layers: list[LayerShape], pages: PagePool, *, max_batch_tokens: int, allow_block_sharing: bool
+        self, layers: list[PagedLayerShape], pages: PagePool, *, max_batch_tokens: int, allow_block_sharing: bool
     ) -> None:
         super().__init__(layers, pages)
         self.allow_block_sharing = self.use_prefix_sharing = allow_block_sharing
@@ -347,7 +347,7 @@ class LevelBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
 
 
 @torch.no_grad()
-def _probed(model: PreTrainedModel) -> tuple[list[LayerShape], torch.dtype]:
+def _probed(model: PreTrainedModel) -> tuple[list[PagedLayerShape], torch.dtype]:
     """What the cache of a model keeps, and in which dtype: a call with one token shows it."""
     probe, config = ShapeProbe(), model.config.get_text_config()
     first = torch.zeros((1, 1), dtype=torch.int64, device=model.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from structattn.ops import Backend, structured_attention
 from structattn.ops.backends import why_not as why_not_backend
 from structattn.ops.checks import check_tensors, without_autocast
 from structattn.ops.chunks import chunked_attention
+from structattn.ops.joined_softmax import joined_softmax
 from structattn.ops.reference import with_sinks
 from structattn.ops.terms import ScoreTerms
 
@@ -71,15 +72,6 @@ def plain_with_lse(q: Tensor, k: Tensor, v: Tensor, options: ScoreTerms, *, is_c
     return structured_attention(
         q, *_of_equal_heads(k, v), None, is_causal=is_causal, scale=options.scale, return_lse=True
     )
-
-
-def joined_by_lse(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """The attention over all keys, from that over some keys each, with their log-sum-exps."""
-    if len(parts) == 1:
-        return parts[0][0]
-    whole = torch.stack([lse for _, lse in parts]).logsumexp(0)
-    outs = [out * torch.exp(lse - whole)[..., None] for out, lse in parts]
-    return torch.stack(outs).sum(0).to(parts[0][0].dtype)
 
 
 def over_view(q: Tensor, view: KeyValueView, options: ScoreTerms, backend: Backend) -> Tensor:
@@ -170,7 +162,6 @@ def _with_sink_tokens(
     query = decode.grouped(q.to(lse.dtype) * factors, keys.shape[1])
     score = (query @ keys).view(*q.shape[:3], count)
     options.finish(score, back[:, :count])
-    joined = torch.logaddexp(lse, score.logsumexp(-1))
-    shift = joined.masked_fill(joined == -torch.inf, 0.0)[..., None]
-    weighed = decode.grouped(torch.exp(score - shift), values.shape[1]) @ values.transpose(2, 3)
-    return (out * torch.exp(lse[..., None] - shift) + weighed.view(out.shape)).to(out.dtype), joined
+    total, share, weights = joined_softmax(lse, score)
+    weighed = decode.grouped(weights, values.shape[1]) @ values.transpose(2, 3)
+    return (out * share + weighed.view(out.shape)).to(out.dtype), total

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from structattn.cache import native_decode
-from structattn.cache.attend import joined_by_lse, over_dense, over_view, plain_with_lse
+from structattn.cache.attend import over_dense, over_view, plain_with_lse
 from structattn.cache.decode import KeyValueView
 from structattn.cache.latent import Latent
 from structattn.cache.levels import (
@@ -36,6 +36,7 @@ from structattn.memory import check_memory
 from structattn.ops import Backend
 from structattn.ops.backends import NAMED
 from structattn.ops.checks import autocasted, check_layout
+from structattn.ops.joined_softmax import joined_softmax
 from structattn.ops.terms import DTYPES, ScoreTerms
 
 # Up to this many new tokens are decoded from the pages, run by run; more are computed over dense keys.
@@ -789,13 +790,13 @@ class Contents:
                     k, v = near_k[:, :, : stop - low], near_v[:, :, : stop - low]
                     near.append(plain_with_lse(query[:, :, at - first : stop - first], k, v, options, is_causal=True))
                     at, before = stop, border
-                parts = [
-                    (torch.cat([near_out for near_out, _ in near], dim=2), torch.cat([lse for _, lse in near], dim=2))
-                ]
+                near_out, near_lse = (torch.cat(pieces, dim=2) for pieces in zip(*near, strict=True))
                 if low > pad:
                     k, v = keys[batch, :, pad:low], values[batch, :, pad:low]
-                    parts.append(plain_with_lse(query, k, v, options, is_causal=False))
-                out[batch, :, first - self.length : end - self.length] = joined_by_lse(parts)
+                    far_out, far_lse = plain_with_lse(query, k, v, options, is_causal=False)
+                    _, share, weight = joined_softmax(near_lse, far_lse[..., None])
+                    near_out = near_out * share + far_out * weight
+                out[batch, :, first - self.length : end - self.length] = near_out
         return out
 
     def _quantize(self, length: int, k: Tensor | None = None, v: Tensor | None = None) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from structattn.errors import DerivativeError
 from structattn.layout.shards import KeySpan
 from structattn.ops.call import Call
+from structattn.ops.joined_softmax import joined_softmax
 from structattn.parallel.exchange_plan import ExchangePlan, Views, packed, sizes, unpacked
 from structattn.parallel.partial_attention import attention_in_shard, attention_to_span
 from structattn.parallel.processes import Processes
@@ -54,7 +55,7 @@ class ShardedAttention(torch.autograd.Function):
                     query, keys = _queries(q, span, rectangle), slice(*rectangle.keys)
                     dim, shared = plan.dims(rectangle.level)
                     part = partial.forward(query[..., :dim], key[:, :, keys, :dim], value[:, :, keys, :shared])
-                    _join(_queries(joined, span, rectangle), _queries(lse[..., None], span, rectangle), *part)
+                    _join(_queries(joined, span, rectangle), _queries(lse, span, rectangle), *part)
             out = joined.to(out.dtype)
         ctx.save_for_backward(q, k, v, out, lse, *others)
         ctx.processes, ctx.plan, ctx.call = processes, plan, call
@@ -146,14 +147,11 @@ def _join(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Adds the keys of a part to the softmax of its queries, in place; the part may have the first dimensions
     of the output only.
 
-    A query sees itself, so that its own part has a finite log-sum-exp; that of another part may be -inf.
-
     Args:
-        out, lse: (..., V) and (..., 1).
+        out, lse: (..., V) and (...).
         part, part_lse: (..., V') and (...).
     """
-    more = part_lse[..., None]
-    both = torch.logaddexp(lse, more)
-    out.mul_((lse - both).exp_())
-    out[..., : part.shape[-1]].addcmul_(part.to(out.dtype), (more - both).exp_())
-    lse.copy_(both)
+    total, share, weight = joined_softmax(lse, part_lse[..., None])
+    out.mul_(share)
+    out[..., : part.shape[-1]].addcmul_(part.to(out.dtype), weight)
+    lse.copy_(total)

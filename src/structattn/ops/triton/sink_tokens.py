@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from structattn.ops.call import Call
+from structattn.ops.joined_softmax import joined_softmax
 
 
 class SinkTokens:
@@ -73,10 +74,8 @@ class SinkTokens:
     def add(self, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp of all keys from those of ``remaining_call``."""
         score = self._scores(self._q.float(), self._of_heads(self._k))
-        joined = torch.logaddexp(lse, score.logsumexp(-1))
-        shift = joined.masked_fill(joined == -torch.inf, 0.0)[..., None]
-        weighed = torch.exp(score - shift) @ self._of_heads(self._v)
-        return (out * torch.exp(lse[..., None] - shift) + weighed).to(out.dtype), joined
+        total, share, weights = joined_softmax(lse, score)
+        return (out * share + weights @ self._of_heads(self._v)).to(out.dtype), total
 
     def add_gradients(
         self, grad_out: Tensor, delta: Tensor, lse: Tensor, grads: tuple[Tensor, Tensor, Tensor]

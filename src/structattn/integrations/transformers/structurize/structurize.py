@@ -11,14 +11,15 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from structattn.cache import Storage
-from structattn.checks import check_path, check_type, describe, is_int
+from structattn.checks import check_path, check_type
 from structattn.errors import ConfigError
 from structattn.integrations.hub import source_config
 from structattn.integrations.transformers.architecture.loading import check_plain
 from structattn.integrations.transformers.calibration.absorb import Absorption
 from structattn.integrations.transformers.calibration.discovery import FoundAttention, find_attention
 from structattn.integrations.transformers.calibration.record import Calibration
-from structattn.integrations.transformers.calibration.splits import CALIBRATED_SPLITS, PairOrder
+from structattn.integrations.transformers.calibration.splits import CALIBRATED_SPLITS
+from structattn.integrations.transformers.structurize.calibrated import add_calibration, layouts_of_bases
 from structattn.integrations.transformers.structurize.classes import (
     StructureRecord,
     check_frequencies,
@@ -27,15 +28,16 @@ from structattn.integrations.transformers.structurize.classes import (
     structurized_class,
     structurized_config,
 )
+from structattn.integrations.transformers.structurize.layer_specs import (
+    chosen_layers,
+    layout_with_levels,
+    specs_of_layers,
+)
 from structattn.integrations.transformers.structurize.modules import IMPLEMENTATION
 from structattn.integrations.transformers.structurize.pair_orders import check_any_split
-from structattn.integrations.transformers.variant import trained_spec
 from structattn.layers.checks import check_fits
-from structattn.layers.rotary_order import even_ranks
-from structattn.layout.heads import HeadLayouts, groups_of
-from structattn.layout.levels import LevelLayout
-from structattn.spec.attention import AttentionSpec, parse_spec
-from structattn.spec.layers import LayerSpecs
+from structattn.layout.heads import HeadLayouts
+from structattn.spec.attention import AttentionSpec
 
 
 def structurize(
@@ -106,20 +108,22 @@ def structurize(
     split = check_any_split(rotary_split)
     attention = _attention_layers(model, calibration)
     length = _length_of_blocks(model, context_length)
-    specs = _spec_of_each_layer(spec, _chosen(layers, list(attention)), model.config.num_hidden_layers)
-    layouts = {layer: layout for layer, text in enumerate(specs) if (layout := _levels(text, length)) is not None}
+    specs = specs_of_layers(spec, chosen_layers(layers, list(attention)), model.config.num_hidden_layers)
+    layouts = {
+        number: layout for number, text in enumerate(specs) if (layout := layout_with_levels(text, length)) is not None
+    }
 
     config = _config_with_record(model.config, attention, specs, length, split)
     if storage is not None:
         check_type("storage", storage, Storage, "a Storage, such as sa.Storage(key_bits=4), or None")
         config.structattn["storage"] = dataclasses.asdict(storage)
     if calibration is not None:
-        _add_calibration(config, split, calibration, layouts)
+        add_calibration(config, split, calibration, layouts)
     record = _checked_record(config, attention)
 
     bases = None
     if calibration is not None:
-        bases = Absorption(model, list(attention.values()), calibration, _for_bases(layouts, config))
+        bases = Absorption(model, list(attention.values()), calibration, layouts_of_bases(layouts, config))
     _install(model, attention, config, record)
     if bases is not None:
         bases.write()
@@ -168,25 +172,6 @@ def _length_of_blocks(model: PreTrainedModel, context_length: int | None) -> int
     return length
 
 
-def _spec_of_each_layer(
-    spec: str | AttentionSpec | Sequence[str | AttentionSpec], chosen: list[int], count: int
-) -> list[str | None]:
-    """One spec for each of ``count`` layers, as text; ``None`` for those that are not chosen."""
-    chosen_specs: list[Any]
-    if isinstance(spec, str):
-        chosen_specs = list(LayerSpecs.parse(spec).layers(len(chosen)))
-    else:
-        chosen_specs = list(spec) if isinstance(spec, Sequence) else [spec] * len(chosen)
-    if len(chosen_specs) != len(chosen):
-        raise ConfigError(
-            f"expected one attention spec or {len(chosen)}, one per chosen layer, got {len(chosen_specs)}"
-        )
-    texts: list[str | None] = [None] * count
-    for layer, layer_spec in zip(chosen, chosen_specs, strict=True):
-        texts[layer] = str(trained_spec(layer_spec))
-    return texts
-
-
 def _config_with_record(
     old: PreTrainedConfig,
     attention: Mapping[int, FoundAttention],
@@ -209,31 +194,6 @@ def _config_with_record(
     if any(layer.keys_of is not None for layer in attention.values()):
         config.structattn["keys_of"] = [None if layer is None else layer.keys_of for layer in every]
     return config
-
-
-def _add_calibration(
-    config: Any, split: str, calibration: Calibration, layouts: Mapping[int, LevelLayout | HeadLayouts]
-) -> None:
-    """Adds the calibrated orders of rotary pairs to a config.
-
-    Raises:
-        ConfigError: a layout scales scores otherwise than the trained model.
-    """
-    specs, rotations = config.structattn["specs"], config.structattn["rotations"]
-    order = CALIBRATED_SPLITS.get(split)
-    for number, layout in layouts.items():
-        for scaling in {of_heads.scaling for of_heads in _with_levels(layout)} - {"standard"}:
-            if order is not None or rotations[number] is None:
-                written = specs[number].replace(f",scaling={scaling}", "")
-                remedy = f"write {written},scaling=standard"
-                if isinstance(layout, HeadLayouts):
-                    remedy = "write scaling=standard for each head with levels"
-                raise ConfigError(
-                    "calibrated keys keep the scale of the trained scores at every distance, and the spec of layer "
-                    f"{number} has scaling={scaling}: {remedy}"
-                )
-    if order is not None:
-        config.structattn["pair_orders"] = _pair_orders(order, calibration, layouts, config.num_hidden_layers)
 
 
 def _checked_record(config: PreTrainedConfig, attention: Mapping[int, FoundAttention]) -> StructureRecord:
@@ -263,77 +223,6 @@ def _install(
     for module in model.modules():
         if getattr(module, "config", None) is old:
             module.config = config
-
-
-def _levels(spec: str | None, length: int) -> LevelLayout | HeadLayouts | None:
-    """The layout of a spec with several levels, of all heads or of some."""
-    layout = None if spec is None else parse_spec(spec).layout_for(length, 1)
-    return layout if isinstance(layout, LevelLayout | HeadLayouts) and _with_levels(layout) else None
-
-
-def _with_levels(layout: LevelLayout | HeadLayouts) -> list[LevelLayout]:
-    """The layouts with several levels, of all heads or of some."""
-    layouts = [group.layout for group in groups_of(layout, 1)]
-    return [x for x in layouts if isinstance(x, LevelLayout) and x.num_levels > 1]
-
-
-def _for_bases(layouts: Mapping[int, LevelLayout | HeadLayouts], config: Any) -> dict[int, LevelLayout]:
-    """The layouts that a basis is found for; raises ``ConfigError`` where single heads would need one."""
-    rotations = config.structattn["rotations"]
-    for number, layout in layouts.items():
-        if isinstance(layout, HeadLayouts) and (
-            rotations[number] is None or any(x.value_ranks is not None for x in _with_levels(layout))
-        ):
-            raise ConfigError(
-                f"the basis of single heads cannot be calibrated: give the heads of layer {number} no values=, in a "
-                "model with rotary positions, or leave the calibration out"
-            )
-    return {number: layout for number, layout in layouts.items() if isinstance(layout, LevelLayout)}
-
-
-def _pair_orders(
-    order: PairOrder, calibration: Calibration, layouts: Mapping[int, LevelLayout | HeadLayouts], count: int
-) -> list[list[str] | None]:
-    """The orders of rotary pairs of each layer, as texts; layers that share keys have one."""
-    orders: list[list[str] | None] = [None] * count
-    for layer in calibration.layers:
-        number = layer.shape.index
-        if layer.has_key_basis or number not in layouts:
-            continue
-        layout = layouts[number]
-        if layer.rotation is not None:
-            for with_levels in _with_levels(layout):
-                even_ranks(with_levels.ranks)
-        check_fits(layout, layer.shape.head_dim, layer.shape.value_dim)
-        source = number if layer.shape.keys_of is None else layer.shape.keys_of
-        sharing = [other for other in calibration.layers if source in (other.shape.index, other.shape.keys_of)]
-        if isinstance(layout, LevelLayout):
-            pairs = order(calibration, sharing, layout)
-        else:
-            pairs = [list(range(layer.shape.head_dim // 2))] * layout.num_heads
-            for of_heads in _with_levels(layout):
-                calibrated = order(calibration, sharing, of_heads)
-                pairs = [
-                    of_head if each == of_heads else kept
-                    for each, of_head, kept in zip(layout.layouts, calibrated, pairs, strict=True)
-                ]
-        orders[number] = [" ".join(map(str, head)) for head in pairs]
-    return orders
-
-
-def _chosen(layers: Sequence[int] | None, numbers: list[int]) -> list[int]:
-    """The layers to change, of those with these numbers."""
-    if layers is None:
-        return numbers
-    check_type("layers", layers, Sequence, "a list of ints or None")
-    for layer in layers:
-        if not is_int(layer) or layer not in numbers:
-            is_every = numbers == list(range(len(numbers)))
-            which = f"from {numbers[0]} to {numbers[-1]}" if is_every else f"of {numbers}"
-            raise ConfigError(f"layers must be ints {which}, got {describe(layer)}")
-    if len(set(layers)) != len(layers) or not layers:
-        raise ConfigError(f"layers must name at least one layer, each once, got {describe(layers)}")
-    return list(layers)
 
 
 def load_structurized(path: str | Path, **options: Any) -> Any:

@@ -28,6 +28,16 @@ class Banded(sa.matrices.Dense):
     def _rmatmul(self, x):
         return (self.weight * self.band).reshape(-1, self.num_rows, self.num_cols).mT @ x
 
+    def solver(self):
+        return sa.matrices.Solver(lambda target, tick: self.weight.copy_(target * self.band), "the band", True)
+
+    def block_terms(self):
+        """M Iᵀ, one block."""
+        term = sa.matrices.BlockTerm(left_blocks=1, right_blocks=1, inner_dim=self.num_cols)
+        left = (self.weight * self.band).detach()[..., None, :, :]
+        right = torch.eye(self.num_cols).expand(*self.batch_shape, 1, -1, -1)
+        return [sa.matrices.TermFactors(term=term, left=left, right=right)]
+
     @property
     def options(self):
         return {"width": self.width}
@@ -65,7 +75,11 @@ def test_a_matrix_family_is_everywhere_where_families_are() -> None:
     sa.matrices.register("banded", FAMILY)
     layer = sa.StructuredLinear(16, 16, "banded:1")
     assert sa.mup.roles_of(layer)["matrix.weight"].fan_in == 16
-    assert sa.matrices.fit(torch.eye(6), like="banded:1").relative_error < 1e-3
+    target = torch.randn(6, 6)
+    fitted = sa.matrices.fit(target, like="banded:1")
+    assert (fitted.method, fitted.is_optimal) == ("the band", True)
+    assert torch.equal(fitted.matrix.to_dense(), target.tril(1).triu(-1))
+    assert_close(sa.matrices.MLBTC.from_matrix(fitted.matrix).to_dense(), fitted.matrix.to_dense())
     attention = sa.Attention.from_spec("bilinear-banded:3+window:4", embed_dim=16, num_heads=2, context_length=8)
     assert attention(torch.randn(1, 8, 16)).isfinite().all()
     assert str(sa.parse_spec("bilinear-banded:3")) == "bilinear-banded:3"

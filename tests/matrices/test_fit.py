@@ -26,7 +26,7 @@ from structattn.matrices import (
     allocate_ranks,
     fit,
 )
-from structattn.matrices.fit.nearest import nearest_term
+from structattn.matrices.nearest import nearest_term
 from structattn.testing.tolerances import (
     COMPUTED,
     FORWARD,
@@ -287,7 +287,7 @@ def test_mlr_beats_low_rank_where_near_pairs_matter() -> None:
 
 
 def test_a_sweep_never_raises_the_error() -> None:
-    from structattn.matrices.fit.nearest import Descent
+    from structattn.matrices.nearest import Descent
 
     like = MultiLevelLowRank(32, 32, (2, 2, 2))
     errors = []

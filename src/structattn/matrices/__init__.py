@@ -1,6 +1,7 @@
 """Structured matrices as differentiable modules with batch dimensions for heads."""
 
 from structattn.matrices.base import Contraction, StructuredMatrix
+from structattn.matrices.block_term import BlockTerm, TermFactors
 from structattn.matrices.btt import BlockTensorTrain, Monarch
 from structattn.matrices.butterfly import Butterfly
 from structattn.matrices.elementary import Dense, Kronecker, LowRank
@@ -11,8 +12,8 @@ from structattn.matrices.fit.rank_allocation import allocate_ranks
 from structattn.matrices.kaleidoscope import Kaleidoscope
 from structattn.matrices.mlbtc import MLBTC
 from structattn.matrices.mlr import MultiLevelLowRank
+from structattn.matrices.solver import Solver
 from structattn.matrices.structure import FAMILIES, Structure, register
-from structattn.matrices.terms import BlockTerm
 
 __all__ = [
     "FAMILIES",
@@ -30,8 +31,10 @@ __all__ = [
     "LowRank",
     "Monarch",
     "MultiLevelLowRank",
+    "Solver",
     "Structure",
     "StructuredMatrix",
+    "TermFactors",
     "TextValue",
     "allocate_ranks",
     "fit",

@@ -32,7 +32,9 @@ from structattn.checks import (
     quoted,
 )
 from structattn.errors import ConfigError, ShapeError
+from structattn.matrices.block_term import TermFactors
 from structattn.matrices.feature_major import to_feature_major, to_token_major
+from structattn.matrices.solver import Solver
 from structattn.memory import check_memory
 from structattn.optim.roles import Role
 
@@ -88,7 +90,8 @@ class StructuredMatrix(nn.Module, ABC):
     densely.
 
     A structure implements ``_matmul``, ``_rmatmul``, ``flops``, ``rank_bound``, ``options``,
-    ``factor_groups`` and ``product_fan_ins``. Every parameter has the batch dimensions in front.
+    ``factor_groups`` and ``product_fan_ins``; ``solver`` and ``block_terms`` where it has them. Every
+    parameter has the batch dimensions in front.
 
     Args:
         num_rows: rows of one matrix.
@@ -138,6 +141,24 @@ class StructuredMatrix(nn.Module, ABC):
         """
         new = type(self)(self.num_rows, self.num_cols, batch_shape=batch_shape, **self.options)
         return new.to(next(self.parameters()))
+
+    def solver(self) -> Solver:
+        """How ``fit`` finds the nearest matrix of this structure: by default from the weights that it has,
+        which are then refined.
+        """
+        return Solver(lambda target, tick: None, "its own start")
+
+    def block_terms(self) -> list[TermFactors]:
+        """The matrix as a sum of block terms, exactly; the factors are those in use (after ``rms_cap``),
+        without gradient.
+
+        Raises:
+            ConfigError: the structure is no such sum, or one that is not smaller than a dense matrix.
+        """
+        raise ConfigError(
+            f"{type(self).__name__} has no block terms that are known: fit an MLBTC to to_dense(), or give the class "
+            "a method block_terms"
+        )
 
     @property
     @abstractmethod

@@ -14,8 +14,9 @@ from structattn.checks import check_size, check_sizes, quoted
 from structattn.errors import ConfigError
 from structattn.grammar import positive, several
 from structattn.matrices.base import check_matrix_size
+from structattn.matrices.block_term import BlockTerm
 from structattn.matrices.family import Family, TextValue
-from structattn.matrices.terms import BlockTerm, BlockTermSum
+from structattn.matrices.terms import BlockTermSum
 
 
 def factor_pair(size: int) -> tuple[int, int]:

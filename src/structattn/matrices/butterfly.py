@@ -12,9 +12,13 @@ from torch import Tensor, nn
 from structattn.checks import check_size, check_sizes
 from structattn.errors import ConfigError
 from structattn.grammar import positive
+from structattn.matrices.block_term import TermFactors, one_block
+from structattn.matrices.btt import stride_term
 from structattn.matrices.factored import FactoredMatrix
 from structattn.matrices.family import Family, TextValue
 from structattn.matrices.feature_major import contiguous_features
+from structattn.matrices.nearest import split_svd
+from structattn.matrices.solver import Solver, Tick
 from structattn.memory import check_memory
 
 _LARGEST_PRIME = 7
@@ -344,6 +348,81 @@ class Butterfly(FactoredMatrix):
         """
         widths = [outer * inner * width for outer, inner, _, width in self._grid]
         return min(self.num_rows, *widths)
+
+    def solver(self) -> Solver:
+        is_one = self.num_stages <= 2  # one split, by an SVD
+        method = "blockwise SVD" if is_one else "hierarchical factorisation"
+        return Solver(self.factorize, method, is_optimal=is_one)
+
+    def factorize(self, target: Tensor, tick: Tick | None = None) -> None:
+        """Sets the stages by splitting them in two halves, again and again, with a blockwise SVD at each
+        split.
+
+        Two halves of a butterfly are a block tensor train of the same rank, whose nearest one is known
+        (``nearest_term``), and each block of each half is a butterfly with fewer stages. A matrix that is a
+        butterfly is found exactly; of any other, the first split is optimal and the later ones are optimal
+        for what the earlier left them.
+
+        Source: Le, Zheng, Riccietti and Gribonval 2022 for rank 1; Li et al. 2015 for higher ranks.
+        """
+        stages = _split_stages(target[None], self.row_radices, self.col_radices, self.rank, (1, 1))
+        for stage, value in zip(self.stages, stages, strict=True):
+            stage.copy_(value[0])
+
+    @torch.no_grad()
+    def block_terms(self) -> list[TermFactors]:
+        """The halves of the stages, each fused: those before the split touch only the outer indices, the
+        others the inner ones.
+
+        So the fused right half is block diagonal in (i_1 ... i_split), the fused left half in (o_split+1 ...
+        o_k): a BTT whose rank is that of the butterfly.
+        """
+        if not self.split:  # one stage: one dense block on the right
+            right = (
+                self.used_stage(0)[:, 0, 0]
+                .transpose(1, 2)
+                .reshape(*self.right_batch_shape, self.num_cols, self.num_rows)
+            )
+            eye = torch.eye(self.num_rows, dtype=right.dtype, device=right.device)
+            return one_block(eye.expand(*self.batch_shape, self.num_rows, self.num_rows), right)
+        a, b = math.prod(self.row_radices[: self.split]), math.prod(self.row_radices[self.split :])
+        c, d = math.prod(self.col_radices[: self.split]), math.prod(self.col_radices[self.split :])
+        s, inner = self.rank, self.inner_dim
+        eye = torch.eye(inner, dtype=self.left[0].dtype, device=self.left[0].device)
+        # Column (i_c, k', s) of the left half, for rows (i_a, i_b): only those with k' = i_b are not zero.
+        left = self._left_expand(eye.expand(self.num_matrices, -1, -1)).reshape(-1, a, b, c, b, s)
+        left = left.diagonal(dim1=2, dim2=4).permute(0, 4, 1, 2, 3).reshape(*self.batch_shape, b, a, c * s)
+        # Row (k, i_b, s) of the right half, for columns (i_c, i_d): only those with i_c = k are not zero.
+        eye = torch.eye(self.num_cols, dtype=eye.dtype, device=eye.device)
+        right = self._right_features(eye[None]).reshape(-1, c, b, s, c, d)
+        right = right.diagonal(dim1=1, dim2=4).permute(0, 4, 3, 1, 2).reshape(*self.right_batch_shape, c, d, b * s)
+        return [TermFactors(term=stride_term(b, c, s), left=left, right=right)]
+
+
+def _split_stages(
+    blocks: Tensor, rows: Sequence[int], cols: Sequence[int], rank: int, channels: tuple[int, int]
+) -> list[Tensor]:
+    """Stages of every block: (G, rows * ch_out, cols * ch_in) to one (G, outer, inner, m ch, n ch) per
+    radix.
+    """
+    if len(rows) == 1:
+        return [blocks[:, None, None]]
+    groups, (ch_out, ch_in), split = blocks.shape[0], channels, len(rows) // 2
+    a, b = math.prod(rows[:split]), math.prod(rows[split:])
+    c, d = math.prod(cols[:split]), math.prod(cols[split:])
+    grid = blocks.reshape(groups, a, b, ch_out, c, d, ch_in).permute(0, 2, 4, 1, 3, 5, 6)
+    u, v = split_svd(grid.reshape(groups, b, c, a * ch_out, d * ch_in), rank)
+    left = u.transpose(2, 3).reshape(groups * b, a * ch_out, c * rank)
+    right = v.permute(0, 2, 1, 4, 3).reshape(groups * c, b * rank, d * ch_in)
+    first = [
+        stage.unflatten(0, (groups, b)).permute(0, 2, 3, 1, 4, 5).flatten(2, 3)
+        for stage in _split_stages(left, rows[:split], cols[:split], rank, (ch_out, rank))
+    ]
+    last = [
+        stage.unflatten(0, (groups, c)).flatten(1, 2)
+        for stage in _split_stages(right, rows[split:], cols[split:], rank, (rank, ch_in))
+    ]
+    return first + last
 
 
 FAMILY = Family(

@@ -11,10 +11,13 @@ from torch import Tensor, nn
 from structattn.checks import check_size
 from structattn.grammar import positive
 from structattn.matrices.base import StructuredMatrix
-from structattn.matrices.btt import pair_of_dims
+from structattn.matrices.block_term import TermFactors, one_block
+from structattn.matrices.btt import pair_of_dims, stride_term
 from structattn.matrices.factored import FactoredMatrix
 from structattn.matrices.family import Family, TextValue
 from structattn.matrices.feature_major import contiguous_features
+from structattn.matrices.nearest import split_svd
+from structattn.matrices.solver import Solver, Tick
 
 
 def heads_matmul(weight: Tensor, x: Tensor) -> Tensor:
@@ -80,6 +83,18 @@ class Dense(StructuredMatrix):
     @property
     def rank_bound(self) -> int:
         return min(self.num_rows, self.num_cols)
+
+    def solver(self) -> Solver:
+        return Solver(lambda target, tick: self.weight.copy_(target), "copy", is_optimal=True)
+
+    @torch.no_grad()
+    def block_terms(self) -> list[TermFactors]:
+        """W I or I Wᵀ, the identity on the shorter side."""
+        inner = min(self.num_rows, self.num_cols)
+        eye = torch.eye(inner, dtype=self.weight.dtype, device=self.weight.device)
+        eye = eye.expand(*self.batch_shape, inner, inner)
+        is_tall = self.num_cols <= self.num_rows
+        return one_block(self.weight, eye) if is_tall else one_block(eye, self.weight.transpose(-2, -1))
 
 
 class LowRank(FactoredMatrix):
@@ -170,6 +185,22 @@ class LowRank(FactoredMatrix):
     @property
     def rank_bound(self) -> int:
         return min(self.num_rows, self.num_cols, self.rank)
+
+    def solver(self) -> Solver:
+        return Solver(self._truncate, "truncated SVD", is_optimal=True)
+
+    def _truncate(self, target: Tensor, tick: Tick) -> None:
+        left, right = split_svd(target, self.rank)
+        self.left.copy_(left)
+        self.right.copy_(right)
+
+    @torch.no_grad()
+    def block_terms(self) -> list[TermFactors]:
+        left, right = self.used_factors()
+        return one_block(
+            left.reshape(*self.batch_shape, self.num_rows, self.rank),
+            right.reshape(*self.right_batch_shape, self.num_cols, self.rank),
+        )
 
 
 class Kronecker(FactoredMatrix):
@@ -323,6 +354,33 @@ class Kronecker(FactoredMatrix):
         """min(a, c) min(b, d): the product of the ranks of the factors."""
         (a, b), (c, d) = self.row_dims, self.col_dims
         return min(a, c) * min(b, d)
+
+    def solver(self) -> Solver:
+        return Solver(self._rearrange, "Van Loan's rearrangement", is_optimal=True)
+
+    def _rearrange(self, target: Tensor, tick: Tick) -> None:
+        """With rows (i_a, i_c) and columns (i_b, i_d) a Kronecker product is a matrix of rank 1, so the
+        truncated SVD of the rearranged matrix is optimal. Source: Van Loan and Pitsianis 1993.
+        """
+        (a, b), (c, d) = self.row_dims, self.col_dims
+        rearranged = target.reshape(a, b, c, d).permute(0, 2, 1, 3).reshape(a * c, b * d)
+        outer, inner = split_svd(rearranged, 1)
+        self.outer.copy_(outer.reshape(a, c))
+        self.inner.copy_(inner.reshape(b, d))
+
+    @torch.no_grad()
+    def block_terms(self) -> list[TermFactors]:
+        """BTT of rank 1 in which all left blocks are A and all right blocks Bᵀ."""
+        (a, b), (c, d) = self.row_dims, self.col_dims
+        outer, inner = self.used_factors()
+        # Either factor may be the shared one; a term shares its right factors only, so A is repeated where it
+        # is shared.
+        outer_shape, inner_shape = self.batch_shape, self.right_batch_shape
+        if not self.inner_first:
+            outer, inner_shape = self._spread_right(outer), self.batch_shape
+        left = outer.reshape(*outer_shape, 1, a, c).expand(*outer_shape, b, a, c)
+        right = inner.transpose(1, 2).reshape(*inner_shape, 1, d, b).expand(*inner_shape, c, d, b)
+        return [TermFactors(term=stride_term(b, c, 1), left=left, right=right)]
 
 
 DENSE = Family(Dense, "dense", "dense", "a dense matrix")

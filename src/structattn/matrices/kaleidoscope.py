@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,10 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from structattn.checks import check_size
+from structattn.errors import ConfigError
 from structattn.grammar import positive
+from structattn.matrices.block_term import TermFactors, one_block
 from structattn.matrices.butterfly import Butterfly, default_radices
+from structattn.matrices.elementary import Dense
 from structattn.matrices.factored import FactoredMatrix
 from structattn.matrices.family import Family, TextValue
+from structattn.matrices.solver import Solver, Tick
 
 _MOST_PAIRS = 1024  # of butterflies, which are modules themselves
 
@@ -157,6 +162,59 @@ class Kaleidoscope(FactoredMatrix):
     def rank_bound(self) -> int:
         """The smallest rank bound of its butterflies."""
         return min(butterfly.rank_bound for butterfly in self.butterflies)
+
+    def solver(self) -> Solver:
+        return Solver(self._start, "butterfly times identities")
+
+    def _start(self, target: Tensor, tick: Tick) -> None:
+        """One butterfly fitted to the target, every other one the identity, if an end of the chain has the
+        target's shape.
+        """
+        butterflies = self.butterflies
+        ends = []
+        if self.num_cols == self.inner_size:
+            ends.append((butterflies[0], target))
+        if self.num_rows == self.inner_size:
+            ends.append((butterflies[-1], target.t()))
+        trials = []
+        for end, goal in ends:
+            for butterfly in butterflies:
+                if butterfly is end:
+                    butterfly.factorize(goal)
+                else:
+                    for stage in butterfly.stages:
+                        stage.copy_(torch.eye(stage.shape[-2], stage.shape[-1]).to(stage).expand_as(stage))
+            trials.append((float((self.to_dense() - target).square().sum()), copy.deepcopy(self.state_dict())))
+        if trials:
+            self.load_state_dict(min(trials, key=lambda trial: trial[0])[1])
+
+    @torch.no_grad()
+    def block_terms(self) -> list[TermFactors]:
+        """One stage: a product of dense matrices. A narrow inside: low rank, everything but the last
+        butterfly on the left.
+        """
+        mixing = max(
+            sum(max(pair) > 1 for pair in zip(butterfly.row_radices, butterfly.col_radices, strict=True))
+            for butterfly in self.butterflies
+        )
+        if self.inner_size * (self.num_rows + self.num_cols) < self.num_rows * self.num_cols:
+            eye = torch.eye(self.inner_size, dtype=self.right.stages[0].dtype, device=self.right.stages[0].device)
+            left = self._left_expand(eye.expand(self.num_matrices, -1, -1)).reshape(
+                *self.batch_shape, self.num_rows, self.inner_size
+            )
+            right = self.right._matmul(eye[None]).reshape(*self.right_batch_shape, self.num_cols, self.inner_size)
+            return one_block(left, right)
+        if mixing > 1:
+            raise ConfigError(
+                f"a Kaleidoscope whose butterflies have {mixing} stages is not one MLBTC term: its stages mix the "
+                f"indices 1, ..., {mixing}, ..., 1 in turn, and a term holds two runs of stages, each of which must "
+                "leave some index unchanged, but wherever the cut is, one run mixes them all and becomes one dense "
+                "block. It is a term smaller than a dense matrix only if its butterflies have one stage, or its "
+                "inner_size makes it low rank. Use MLBTC.from_matrix on each butterfly, or fit an MLBTC to to_dense()"
+            )
+        dense = Dense(self.num_rows, self.num_cols, batch_shape=self.batch_shape)
+        dense.weight = torch.nn.Parameter(self.to_dense())
+        return dense.block_terms()
 
 
 FAMILY = Family(

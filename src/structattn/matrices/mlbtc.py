@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from structattn.checks import describe, quoted
+from structattn.checks import check_type, describe, quoted
 from structattn.errors import ConfigError
 from structattn.grammar import positive, several
 from structattn.matrices.base import StructuredMatrix, without_autocast
-from structattn.matrices.embedding import block_terms
+from structattn.matrices.block_term import BlockTerm
 from structattn.matrices.family import Family, TextValue
-from structattn.matrices.terms import BlockTerm, BlockTermSum
+from structattn.matrices.solver import Tick
+from structattn.matrices.terms import BlockTermSum
 
 
 class MLBTC(BlockTermSum):
@@ -72,10 +73,11 @@ class MLBTC(BlockTermSum):
 
         Raises:
             ConfigError: a Kaleidoscope that is not a single term smaller than a dense matrix; the message
-                gives the condition. Or a structure that is not of this package.
+                gives the condition. Or a structure of another package without ``block_terms``.
         """
+        check_type("m", m, StructuredMatrix, "a StructuredMatrix", "Structure.build makes one")
         with without_autocast():
-            terms = block_terms(m)
+            terms = m.block_terms()
         right_shape = terms[0].right.shape[:-3]
         out = cls(
             m.num_rows,
@@ -103,6 +105,10 @@ class MLBTC(BlockTermSum):
         """α_l goes with the left factor, the small tensor nearest to it."""
         alpha = self.alpha.reshape(-1, len(self.left), 1, 1, 1)
         return [(alpha[:, level] * left, right) for level, (left, right) in enumerate(super().used_factors())]
+
+    def _descend(self, target: Tensor, tick: Tick) -> None:
+        self.alpha.fill_(1.0)
+        super()._descend(target, tick)
 
     @property
     def options(self) -> dict[str, Any]:

@@ -12,8 +12,9 @@ from structattn.errors import ConfigError
 from structattn.grammar import positive, several
 from structattn.layout.checks import positive_ints
 from structattn.matrices.base import check_matrix_size
+from structattn.matrices.block_term import BlockTerm
 from structattn.matrices.family import Family, TextValue
-from structattn.matrices.terms import BlockTerm, BlockTermSum
+from structattn.matrices.terms import BlockTermSum
 
 
 class MultiLevelLowRank(BlockTermSum):

@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import singledispatch
 from typing import Any
 
 import torch
@@ -17,21 +16,13 @@ from torch import Tensor
 from structattn.checks import MAX_SEED, check_bool, check_int
 from structattn.errors import ConfigError, DataError, ShapeError
 from structattn.matrices.base import StructuredMatrix
-from structattn.matrices.butterfly import Butterfly
-from structattn.matrices.elementary import Dense, Kronecker, LowRank
 from structattn.matrices.factored import FactoredMatrix
-from structattn.matrices.fit.nearest import Descent, hierarchical_butterfly, nearest_kronecker, split_svd
 from structattn.matrices.fit.target import as_matrix, check_dense, matrix_errors, relative_error, scale_of, workspace
-from structattn.matrices.kaleidoscope import Kaleidoscope
-from structattn.matrices.mlbtc import MLBTC
+from structattn.matrices.solver import Tick
 from structattn.matrices.structure import Structure
-from structattn.matrices.terms import BlockTermSum
 from structattn.progress import progress_bar
 from structattn.seeds import generator
 
-Tick = Callable[[str, float], None]
-_MAX_SWEEPS = 200
-_SWEEP_TOLERANCE = 1e-5  # two sweeps that lower the error by less than this fraction of it are the last
 _REFINE = 100  # iterations, by default, where the solver is not optimal
 _EXACT = 1e-14  # a relative error that float64 cannot improve
 
@@ -54,15 +45,6 @@ class Fit:
     initial_error: float
     method: str
     is_optimal: bool
-
-
-@dataclass(frozen=True)
-class _Solver:
-    """A closed form or descent for one family: sets the parameters of a float64 matrix."""
-
-    solve: Callable[[Any, Tensor, Tick], None]
-    method: str
-    is_optimal: bool = False
 
 
 def fit(
@@ -124,7 +106,7 @@ def fit(
 
 def _fit_all(like: StructuredMatrix, target: Tensor, refine: int | None, seed: int, tick: Tick) -> Fit:
     """Fits every matrix of the batch, keeps ``like``'s own where that is nearer in ``like``'s dtype."""
-    solver = _solver(like)
+    solver = like.solver()
     default = 0 if solver.is_optimal else _REFINE
     steps = default if refine is None else refine
     result, whole = copy.deepcopy(like), scale_of(target)
@@ -133,7 +115,7 @@ def _fit_all(like: StructuredMatrix, target: Tensor, refine: int | None, seed: i
     for number, index in enumerate(indices):
         single, scale = _single(like, index), scale_of(target[index])
         single.scale_(1 / scale)
-        start, moved = _fit_one(single, target[index] / scale, solver, steps, seed + number, tick)
+        start, moved = _fit_one(single, target[index] / scale, steps, seed + number, tick)
         single.scale_(scale)
         first, refined = first + start * (scale / whole) ** 2, refined or moved
         with torch.no_grad():
@@ -182,13 +164,14 @@ def squared_error(m: StructuredMatrix, target: Tensor) -> float:
         return float((m.to_dense() - target).square().sum())
 
 
-def _fit_one(matrix: Any, target: Tensor, solver: _Solver, steps: int, seed: int, tick: Tick) -> tuple[float, bool]:
+def _fit_one(matrix: StructuredMatrix, target: Tensor, steps: int, seed: int, tick: Tick) -> tuple[float, bool]:
     """Solves, refines, scales, keeps the best; returns the squared error before refinement and whether there
     was any.
     """
+    solver = matrix.solver()
     start_weights, start_error = copy.deepcopy(matrix.state_dict()), squared_error(matrix, target)
     with torch.no_grad():
-        solver.solve(matrix, target, tick)
+        solver.solve(target, tick)
     error = squared_error(matrix, target)
     if start_error < error:
         matrix.load_state_dict(start_weights)
@@ -253,83 +236,6 @@ def refine_matrix(m: StructuredMatrix, target: Tensor, steps: int, seed: int, ti
         for p, value in zip(parameters, best, strict=True):
             p.copy_(value)
             p.grad = None
-
-
-@singledispatch
-def _solver(m: StructuredMatrix) -> _Solver:
-    """How a family is fitted; a structure of another package starts from its own weights and is refined."""
-    return _Solver(lambda m, target, tick: None, "its own start")
-
-
-@_solver.register
-def _(m: Dense) -> _Solver:
-    return _Solver(lambda m, target, tick: m.weight.copy_(target), "copy", is_optimal=True)
-
-
-@_solver.register
-def _(m: LowRank) -> _Solver:
-    def solve(m: LowRank, target: Tensor, tick: Tick) -> None:
-        left, right = split_svd(target, m.rank)
-        m.left.copy_(left)
-        m.right.copy_(right)
-
-    return _Solver(solve, "truncated SVD", is_optimal=True)
-
-
-@_solver.register
-def _(m: Kronecker) -> _Solver:
-    return _Solver(lambda m, target, tick: nearest_kronecker(m, target), "Van Loan's rearrangement", is_optimal=True)
-
-
-@_solver.register
-def _(m: BlockTermSum) -> _Solver:
-    is_one = len(m.terms) == 1
-    return _Solver(_descend, "blockwise SVD" if is_one else "block coordinate descent", is_optimal=is_one)
-
-
-@_solver.register
-def _(m: Butterfly) -> _Solver:
-    is_one = m.num_stages <= 2  # one split, by an SVD
-    method = "blockwise SVD" if is_one else "hierarchical factorisation"
-    return _Solver(lambda m, target, tick: hierarchical_butterfly(m, target), method, is_optimal=is_one)
-
-
-@_solver.register
-def _(m: Kaleidoscope) -> _Solver:
-    return _Solver(_kaleidoscope_start, "butterfly times identities")
-
-
-def _descend(m: BlockTermSum, target: Tensor, tick: Tick) -> None:
-    """Block coordinate descent from zero; with one term one step is the optimum."""
-    if isinstance(m, MLBTC):
-        m.alpha.fill_(1.0)
-    descent = Descent(target, m.terms).run(_MAX_SWEEPS, _SWEEP_TOLERANCE, tick)
-    for (left, right), (new_left, new_right) in zip(m.factors(), descent.factors, strict=True):
-        left.copy_(new_left)
-        right.copy_(new_right)
-
-
-def _kaleidoscope_start(m: Kaleidoscope, target: Tensor, tick: Tick) -> None:
-    """One butterfly fitted to the target, every other one the identity, if an end of the chain has the
-    target's shape.
-    """
-    butterflies = m.butterflies
-    ends = []
-    if m.num_cols == m.inner_size:
-        ends.append((butterflies[0], target))
-    if m.num_rows == m.inner_size:
-        ends.append((butterflies[-1], target.t()))
-    trials = []
-    for end, goal in ends:
-        for butterfly in butterflies:
-            if butterfly is end:
-                hierarchical_butterfly(butterfly, goal)
-            else:
-                for stage in butterfly.stages:
-                    stage.copy_(torch.eye(stage.shape[-2], stage.shape[-1]).to(stage).expand_as(stage))
-        trials.append((squared_error(m, target), copy.deepcopy(m.state_dict())))
-    if trials:
-        m.load_state_dict(min(trials, key=lambda trial: trial[0])[1])
 
 
 @contextmanager

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from structattn.checks import check_bool, check_size, check_sizes
 from structattn.errors import ConfigError
+from structattn.matrices.block_term import BlockTerm
 from structattn.matrices.fit.fit import Fit, fit, progress_ticks
-from structattn.matrices.fit.nearest import Descent, nearest_term, term_product
 from structattn.matrices.fit.target import as_matrix, check_dense, relative_error, scale_of, workspace
 from structattn.matrices.mlr import MultiLevelLowRank
-from structattn.matrices.terms import BlockTerm
+from structattn.matrices.nearest import Descent, nearest_term, term_product
 
 _SWEEPS = 60
 _TOLERANCE = 1e-4

@@ -1,4 +1,4 @@
-"""Nearest structured matrices in closed form: the solvers behind ``fit``, each on one float64 matrix."""
+"""The low-rank blocks, block terms and sums of them that are nearest to one float64 matrix."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from structattn.matrices.butterfly import Butterfly
-from structattn.matrices.elementary import Kronecker
-from structattn.matrices.terms import BlockTerm
+from structattn.matrices.block_term import BlockTerm
 
 _EXACT = 1e-14  # a relative error that float64 cannot improve
 
@@ -37,19 +35,6 @@ def split_svd(blocks: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         left = torch.nn.functional.pad(left, (0, rank - keep))
         right = torch.nn.functional.pad(right, (0, rank - keep))
     return left, right
-
-
-def nearest_kronecker(m: Kronecker, dense: Tensor) -> None:
-    """Sets A and B to the Kronecker product nearest to ``dense`` in the Frobenius norm.
-
-    With rows (i_a, i_c) and columns (i_b, i_d) a Kronecker product is a matrix of rank 1, so the truncated
-    SVD of the rearranged matrix is optimal. Source: Van Loan and Pitsianis 1993.
-    """
-    (a, b), (c, d) = m.row_dims, m.col_dims
-    rearranged = dense.reshape(a, b, c, d).permute(0, 2, 1, 3).reshape(a * c, b * d)
-    outer, inner = split_svd(rearranged, 1)
-    m.outer.copy_(outer.reshape(a, c))
-    m.inner.copy_(inner.reshape(b, d))
 
 
 def nearest_term(term: BlockTerm, dense: Tensor) -> tuple[Tensor, Tensor]:
@@ -170,44 +155,3 @@ class Descent:
 
 def _total(parts: list[Tensor]) -> Tensor:
     return torch.stack(parts).sum(0)
-
-
-def hierarchical_butterfly(m: Butterfly, dense: Tensor) -> None:
-    """Sets the stages by splitting them in two halves, again and again, with a blockwise SVD at each split.
-
-    Two halves of a butterfly are a block tensor train of the same rank, whose nearest one is known
-    (``nearest_term``), and each block of each half is a butterfly with fewer stages. A matrix that is a
-    butterfly is found exactly; of any other, the first split is optimal and the later ones are optimal for
-    what the earlier left them.
-
-    Source: Le, Zheng, Riccietti and Gribonval 2022 for rank 1; Li et al. 2015 for higher ranks.
-    """
-    stages = _split_stages(dense[None], m.row_radices, m.col_radices, m.rank, (1, 1))
-    for stage, value in zip(m.stages, stages, strict=True):
-        stage.copy_(value[0])
-
-
-def _split_stages(
-    blocks: Tensor, rows: Sequence[int], cols: Sequence[int], rank: int, channels: tuple[int, int]
-) -> list[Tensor]:
-    """Stages of every block: (G, rows * ch_out, cols * ch_in) to one (G, outer, inner, m ch, n ch) per
-    radix.
-    """
-    if len(rows) == 1:
-        return [blocks[:, None, None]]
-    groups, (ch_out, ch_in), split = blocks.shape[0], channels, len(rows) // 2
-    a, b = math.prod(rows[:split]), math.prod(rows[split:])
-    c, d = math.prod(cols[:split]), math.prod(cols[split:])
-    grid = blocks.reshape(groups, a, b, ch_out, c, d, ch_in).permute(0, 2, 4, 1, 3, 5, 6)
-    u, v = split_svd(grid.reshape(groups, b, c, a * ch_out, d * ch_in), rank)
-    left = u.transpose(2, 3).reshape(groups * b, a * ch_out, c * rank)
-    right = v.permute(0, 2, 1, 4, 3).reshape(groups * c, b * rank, d * ch_in)
-    first = [
-        stage.unflatten(0, (groups, b)).permute(0, 2, 3, 1, 4, 5).flatten(2, 3)
-        for stage in _split_stages(left, rows[:split], cols[:split], rank, (ch_out, rank))
-    ]
-    last = [
-        stage.unflatten(0, (groups, c)).flatten(1, 2)
-        for stage in _split_stages(right, rows[split:], cols[split:], rank, (rank, ch_in))
-    ]
-    return first + last

@@ -10,6 +10,7 @@ import torch
 import structattn as sa
 from structattn.cache import attend
 from structattn.errors import BackendUnavailableError
+from structattn.ops.terms import ScoreTerms
 from structattn.testing.tolerances import FORWARD, relative_error
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -107,3 +108,11 @@ def test_without_a_gpu_the_reason_is_given(monkeypatch) -> None:
     cache.append(x, x)
     with pytest.raises(BackendUnavailableError, match="PyTorch finds no CUDA device"):
         cache.attend(*(x[:, :, :1],) * 3, backend="triton")
+
+
+def test_a_term_that_the_kernel_does_not_name_is_refused() -> None:
+    x = torch.randn(1, 2, 20, 8)
+    cache = sa.LevelCache(max_length=30)
+    cache.append(x, x)
+    terms = ScoreTerms(attn_bias=torch.zeros(21))  # no cache takes it; a new term would come in the same way
+    assert attend.why_not_fused(x[:, :, :1], cache._kept.view(), terms) == "the fused kernel has no attn_bias"

@@ -19,7 +19,10 @@ from structattn.ops.checks import check_tensors, without_autocast
 from structattn.ops.chunks import chunked_attention
 from structattn.ops.joined_softmax import joined_softmax
 from structattn.ops.reference import with_sinks
-from structattn.ops.terms import ScoreTerms
+from structattn.ops.terms import ScoreTerms, all_but
+
+# The terms that the fused kernel does not compute; sinks are added to its output.
+_NOT_FUSED = all_but("scale", "softcap", "sinks", "attn_mask", "alibi_slopes")
 
 
 def over_dense(
@@ -90,6 +93,8 @@ def why_not_fused(q: Tensor, view: KeyValueView, options: ScoreTerms) -> str | N
     """The reason why the fused Triton kernel cannot run a step, as a sentence for the user, or ``None`` when
     it can.
     """
+    if (lacking := options.first_of(_NOT_FUSED)) is not None:
+        return f"the fused kernel has no {lacking}"
     if view.latent is not None:
         return "the fused kernel reads keys, and the cache keeps hidden states"
     if options.attn_mask is not None and options.attn_mask.dtype != torch.bool:

@@ -81,18 +81,9 @@ class Forecaster(nn.Module):
     ) -> None:
         super().__init__()
         sizes = {"look_back": look_back, "horizon": horizon, "patch_length": patch_length, "stride": stride}
-        for name, size in {**sizes, "embed_dim": embed_dim}.items():
-            check_size(name, size)
-        if patch_length > look_back:
-            raise ConfigError(
-                f"patches must fit in the look-back: got patch_length {patch_length}, stride {stride}, look_back "
-                f"{look_back}"
-            )
-        for name, optional in (("num_outputs", num_outputs), ("head_tokens", head_tokens)):
-            if optional is not None:
-                check_size(name, optional)
-        for name, count in (("num_historic", num_historic), ("num_future", num_future), ("num_static", num_static)):
-            check_int(name, count, minimum=0, maximum=MAX_SIZE)
+        optional = {"num_outputs": num_outputs, "head_tokens": head_tokens}
+        counts = {"num_historic": num_historic, "num_future": num_future, "num_static": num_static}
+        _check_sizes({**sizes, "embed_dim": embed_dim}, optional, counts)
         check_bool("instance_norm", instance_norm)
         check_bool("marks_missing", marks_missing)
         self.look_back = look_back
@@ -132,19 +123,23 @@ class Forecaster(nn.Module):
         for linear in (self.embed, self.head):
             nn.init.zeros_(linear.bias)
         nn.init.zeros_(self.head.weight)
+        self._add_inputs(embed_dim, marks_missing)
+
+    def _add_inputs(self, embed_dim: int, marks_missing: bool) -> None:
+        """The layers that read what is there besides the window."""
         self.missing: nn.Linear | None = None
         self.covariates: nn.Linear | None = None
         self.static: nn.Linear | None = None
         self.ahead: _Ahead | None = None
         if marks_missing:
-            self.missing = nn.Linear(patch_length, embed_dim, bias=False)
+            self.missing = nn.Linear(self.patch_length, embed_dim, bias=False)
             nn.init.zeros_(self.missing.weight)
-        if channels := num_historic + num_future:
-            self.covariates = _read_in(channels * patch_length, embed_dim)
-        if num_static:
-            self.static = _read_in(num_static, embed_dim)
-        if num_future:
-            self.ahead = _Ahead(num_future, embed_dim, num_outputs or 1)
+        if channels := self.num_historic + self.num_future:
+            self.covariates = _read_in(channels * self.patch_length, embed_dim)
+        if self.num_static:
+            self.static = _read_in(self.num_static, embed_dim)
+        if self.num_future:
+            self.ahead = _Ahead(self.num_future, embed_dim, self.num_outputs or 1)
 
     def parameter_roles(self) -> dict[str, Role]:
         """The muP roles of the input projections, whose inputs do not grow with the width, and of the
@@ -280,6 +275,20 @@ class _Ahead(nn.Module):
 
     def flops(self, horizon: int) -> int:
         return horizon * (_flops(self.step) + _flops(self.out)) + _flops(self.context)
+
+
+def _check_sizes(sizes: dict[str, int], optional: dict[str, int | None], counts: dict[str, int]) -> None:
+    """Raises ``ConfigError`` unless sizes are positive, counts are not negative, and patches fit."""
+    for name, size in {**sizes, **optional}.items():
+        if size is not None or name in sizes:
+            check_size(name, size)
+    for name, count in counts.items():
+        check_int(name, count, minimum=0, maximum=MAX_SIZE)
+    if sizes["patch_length"] > sizes["look_back"]:
+        raise ConfigError(
+            f"patches must fit in the look-back: got patch_length {sizes['patch_length']}, stride {sizes['stride']}, "
+            f"look_back {sizes['look_back']}"
+        )
 
 
 def _read_in(num_inputs: int, embed_dim: int) -> nn.Linear:

@@ -112,23 +112,9 @@ class StructTransformer(BaseModel):  # type: ignore[misc]
         dataloader_kwargs: dict[str, Any] | None = None,
         **trainer_kwargs: Any,
     ) -> None:
-        sizes = {
-            "h": h,
-            "patch_length": patch_length,
-            "embed_dim": embed_dim,
-            "num_layers": num_layers,
-            "num_heads": num_heads,
-        }
-        for name, value in sizes.items():
-            check_int(name, value, minimum=1)
-        check_int("input_size", input_size)  # neuralforecast takes three horizons for any below 1
-        if stride is not None:
-            check_int("stride", stride, minimum=1)
-        for name, given in (("loss", loss), ("valid_loss", valid_loss)):
-            if given is not None and not hasattr(given, "outputsize_multiplier"):
-                raise ConfigError(
-                    f"{name} must be a loss of neuralforecast.losses.pytorch or None, got {describe(given)}"
-                )
+        sizes = {"h": h, "patch_length": patch_length, "embed_dim": embed_dim}
+        sizes |= {"num_layers": num_layers, "num_heads": num_heads}
+        _check_arguments(sizes if stride is None else {**sizes, "stride": stride}, input_size, loss, valid_loss)
         # These arguments are saved with the model under these names, so defaults are set before the base
         # class reads them.
         loss = MAE() if loss is None else loss
@@ -167,19 +153,7 @@ class StructTransformer(BaseModel):  # type: ignore[misc]
             dataloader_kwargs=dataloader_kwargs,
             **trainer_kwargs,
         )
-        if not isinstance(attention, str):
-            raise ConfigError(f"attention must be a spec such as 'mlr:8|4|2|2', got {quoted(attention)}")
-        if exclude_insample_y and not self.hist_exog_list + self.futr_exog_list + self.stat_exog_list:
-            raise ConfigError(
-                "exclude_insample_y leaves the model nothing to read: name covariates in hist_exog_list, "
-                "futr_exog_list or stat_exog_list"
-            )
-        if instance_norm and (exclude_insample_y or not outputs_values):
-            raise ConfigError(
-                "instance_norm puts the last value of the target back on the forecast: without the target, or with a "
-                "loss for which the model puts out other numbers than values, leave it at None (loss "
-                f"{type(loss).__name__}, exclude_insample_y={exclude_insample_y})"
-            )
+        self._check_reads(attention, exclude_insample_y, instance_norm, outputs_values)
         self.network = Forecaster(
             attention,
             look_back=self.input_size,
@@ -200,6 +174,24 @@ class StructTransformer(BaseModel):  # type: ignore[misc]
             marks_missing=True,
         )
 
+    def _check_reads(
+        self, attention: object, exclude_insample_y: bool, instance_norm: bool | None, outputs_values: bool
+    ) -> None:
+        """Raises ``ConfigError`` unless the network has something to read, and its norm can be undone."""
+        if not isinstance(attention, str):
+            raise ConfigError(f"attention must be a spec such as 'mlr:8|4|2|2', got {quoted(attention)}")
+        if exclude_insample_y and not self.hist_exog_list + self.futr_exog_list + self.stat_exog_list:
+            raise ConfigError(
+                "exclude_insample_y leaves the model nothing to read: name covariates in hist_exog_list, "
+                "futr_exog_list or stat_exog_list"
+            )
+        if instance_norm and (exclude_insample_y or not outputs_values):
+            raise ConfigError(
+                "instance_norm puts the last value of the target back on the forecast: without the target, or with a "
+                "loss for which the model puts out other numbers than values, leave it at None (loss "
+                f"{type(self.loss).__name__}, exclude_insample_y={exclude_insample_y})"
+            )
+
     def forward(self, windows_batch: WindowsBatch) -> Tensor:
         """neuralforecast's batch of windows to (B, h, outputs of the loss)."""
         out: Tensor = self.network(
@@ -210,6 +202,15 @@ class StructTransformer(BaseModel):  # type: ignore[misc]
             observed=windows_batch["insample_mask"].squeeze(-1) > 0,
         )
         return out
+
+
+def _check_arguments(sizes: dict[str, int], input_size: int, loss: object, valid_loss: object) -> None:
+    for name, value in sizes.items():
+        check_int(name, value, minimum=1)
+    check_int("input_size", input_size)  # neuralforecast takes three horizons for any below 1
+    for name, given in (("loss", loss), ("valid_loss", valid_loss)):
+        if given is not None and not hasattr(given, "outputsize_multiplier"):
+            raise ConfigError(f"{name} must be a loss of neuralforecast.losses.pytorch or None, got {describe(given)}")
 
 
 class AutoStructTransformer(BaseAuto):  # type: ignore[misc]

@@ -16,13 +16,21 @@ Source: the recomputation of weights from the log-sum-exp is that of Dao et al. 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from structattn.ops.blocked.tiles import LOG2_E, KnownLevels, ScoreParameters, Tile, masked_products, product
+from structattn.ops.blocked.tiles import (
+    LOG2_E,
+    KnownLevels,
+    ScoreParameters,
+    Tile,
+    TileLevels,
+    masked_products,
+    product,
+)
 from structattn.ops.dropout import Dropout
 
 
@@ -211,9 +219,7 @@ def forward(
                         if n:
                             scores.mul_(levels.tables(tile, rows, chunk.cols)[0][n - 1])
                         products[n] = product(scores, some_values[..., dims], products[n])
-                for dims, dims_product in zip(levels.values, products, strict=True):
-                    if dims_product is not None:
-                        sums[batch, rows, dims].add_(dims_product)
+                _add_products(sums[batch, rows], levels.values, products)
         tile.write_rows(out[..., :value_rank], sums)
         tile.write_rows(total, totals)
     empty = total == 0
@@ -224,6 +230,75 @@ def forward(
     if offset is not None:
         lse.add_(offset, alpha=math.log(2))
     return out, lse.masked_fill_(empty, -torch.inf)[..., 0]
+
+
+def _add_products(total: Tensor, dims: Sequence[slice], products: Sequence[Tensor | None]) -> None:
+    """Adds products to some dimensions each of ``total``; ``None`` where there was nothing to multiply."""
+    for some, x in zip(dims, products, strict=True):
+        if x is not None:
+            total[..., some].add_(x)
+
+
+class _Sides:
+    """The rows and columns of some batches of a tile, as the backward pass reads them.
+
+    Args:
+        query, key, value, outward: (batch, rows or columns, d), ``outward`` the gradient of the output; the
+            queries in units of log 2.
+        shift, drop: (batch, rows), -lse in units of log 2 and -delta, which are added to the products: as one
+            more column where all pairs share the same levels.
+    """
+
+    def __init__(
+        self,
+        *,
+        tile: Tile,
+        levels: TileLevels,
+        parameters: ScoreParameters,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        outward: Tensor,
+        shift: Tensor,
+        drop: Tensor,
+    ) -> None:
+        self._tile, self._levels, self._parameters = tile, levels, parameters
+        self.query, self.key, self.value, self.outward = query, key, value, outward
+        self._shift, self._drop = shift, drop
+        if not levels.is_mixed:
+            self._query_1, self.query = _with_column(query, shift)
+            self._key_1, self.key = _with_column(key, 1.0)
+            self._value_1, self.value = _with_column(value, 1.0)
+            self._outward_1, self.outward = _with_column(outward, drop)
+
+    def weights(
+        self, chunk: _Chunk, hidden: Tensor | bool, weight: Tensor, slope: Tensor | None, spare: Tensor | None
+    ) -> None:
+        """Writes P to ``weight``, and the derivative of the scores by their products to ``slope``."""
+        rows, cols, terms = chunk.rows, chunk.cols, self._parameters
+        if slope is None and spare is None:
+            torch.bmm(self._query_1[:, rows], self._key_1[:, cols].mT, out=weight)
+            terms.add_terms(weight, self._tile, chunk.batch, rows, cols, hidden)
+        else:
+            self._levels.scores(self._tile, self.query[:, rows], self.key[:, cols], weight, spare, rows, cols)
+            shift = -self._shift[:, rows, None]
+            terms.add_terms(weight, self._tile, chunk.batch, rows, cols, hidden, shift, slope)
+        if terms.terms.attn_bias is not None:  # far from 0 a log-sum-exp is rounded, and no weight is above 1
+            weight.clamp_(max=0.0)
+        weight.exp2_()
+
+    def weight_gradients(
+        self, chunk: _Chunk, masks: list[Tensor], is_dropped: Tensor | None, change: Tensor, spare: Tensor | None
+    ) -> None:
+        """Writes dO V^T - delta to ``change``."""
+        rows, cols = chunk.rows, chunk.cols
+        if is_dropped is None and spare is None:
+            torch.bmm(self._outward_1[:, rows], self._value_1[:, cols].mT, out=change)
+            return
+        masked_products(self.outward[:, rows], self.value[:, cols], self._levels.values, masks, change, spare)
+        if is_dropped is not None:
+            change.masked_fill_(is_dropped, 0.0)
+        change.add_(self._drop[:, rows, None])
 
 
 def backward(
@@ -272,13 +347,17 @@ def backward(
         key_grad, value_grad = tile.cols_of(grad_k[..., :rank]), tile.cols_of(grad_v[..., :value_rank])
         for grid in _grid(tile, width, levels.budget):
             batch = grid[0][0].batch
-            query_1 = query = all_query[batch] * (factor * LOG2_E)
-            key_1, value_1, outward_1 = key, value, outward = all_key[batch], all_value[batch], all_outward[batch]
-            if not levels.is_mixed:
-                query_1, query = _with_column(query, shift[batch])
-                key_1, key = _with_column(key, 1.0)
-                value_1, value = _with_column(value, 1.0)
-                outward_1, outward = _with_column(outward, drop[batch])
+            sides = _Sides(
+                tile=tile,
+                levels=levels,
+                parameters=parameters,
+                query=all_query[batch] * (factor * LOG2_E),
+                key=all_key[batch],
+                value=all_value[batch],
+                outward=all_outward[batch],
+                shift=shift[batch],
+                drop=drop[batch],
+            )
             for line in zip(*grid, strict=True):  # the chunks of one span of columns
                 cols = line[0].cols
                 key_products: list[Tensor | None] = [None] * len(levels.features)
@@ -293,29 +372,13 @@ def backward(
                     slope = slopes(*shape) if parameters.has_slope else None
                     spare = spares(*shape) if levels.is_mixed else None
                     masks, scale = levels.tables(tile, rows, cols) if levels.is_mixed else ([], None)
-                    if slope is None and spare is None:
-                        torch.bmm(query_1[:, rows], key_1[:, cols].mT, out=weight)
-                        parameters.add_terms(weight, tile, batch, rows, cols, hidden)
-                    else:
-                        levels.scores(tile, query[:, rows], key[:, cols], weight, spare, rows, cols)
-                        parameters.add_terms(weight, tile, batch, rows, cols, hidden, -shift[batch, rows, None], slope)
-                    if (
-                        parameters.terms.attn_bias is not None
-                    ):  # far from 0 a log-sum-exp is rounded, and no weight is above 1
-                        weight.clamp_(max=0.0)
-                    weight.exp2_()
+                    sides.weights(chunk, hidden, weight, slope, spare)
                     is_dropped = dropped.of(chunk)
                     kept_weight = weight if is_dropped is None else change.copy_(weight).masked_fill_(is_dropped, 0.0)
                     for n, dims in levels.value_slices:
                         masked = torch.mul(kept_weight, masks[n - 1], out=spare) if n else kept_weight
-                        value_products[n] = product(masked.mT, outward[:, rows, dims], value_products[n])
-                    if is_dropped is None and spare is None:
-                        torch.bmm(outward_1[:, rows], value_1[:, cols].mT, out=change)
-                    else:
-                        masked_products(outward[:, rows], value[:, cols], levels.values, masks, change, spare)
-                        if is_dropped is not None:
-                            change.masked_fill_(is_dropped, 0.0)
-                        change.add_(drop[batch, rows, None])
+                        value_products[n] = product(masked.mT, sides.outward[:, rows, dims], value_products[n])
+                    sides.weight_gradients(chunk, masks, is_dropped, change, spare)
                     change.mul_(weight)
                     if grad_bias is not None:
                         tile.add_bias(grad_bias, batch, rows, cols, change)
@@ -326,15 +389,11 @@ def backward(
                     for n, dims in enumerate(levels.features):
                         if n:
                             change.mul_(masks[n - 1])
-                        row_grad[batch, rows, dims].add_(product(change, key[:, cols, dims], None).mul_(factor[dims]))
-                        key_products[n] = product(change.mT, query[:, rows, dims], key_products[n])
-                for grad, slices, products in (
-                    (key_grad, levels.features, key_products),
-                    (value_grad, levels.values, value_products),
-                ):
-                    for dims, x in zip(slices, products, strict=True):
-                        if x is not None:
-                            grad[batch, cols, dims].add_(x)
+                        row_product = product(change, sides.key[:, cols, dims], None)
+                        row_grad[batch, rows, dims].add_(row_product.mul_(factor[dims]))
+                        key_products[n] = product(change.mT, sides.query[:, rows, dims], key_products[n])
+                _add_products(key_grad[batch, cols], levels.features, key_products)
+                _add_products(value_grad[batch, cols], levels.values, value_products)
         tile.write_rows(grad_q[..., :rank], row_grad)
         tile.write_cols(grad_k[..., :rank], key_grad)
         tile.write_cols(grad_v[..., :value_rank], value_grad)

@@ -8,6 +8,7 @@ import torch
 
 from structattn import cli
 from structattn.errors import ConfigError, DataError
+from structattn.matrices import Dense, Family, structure
 from structattn_lab.analysis.fits import NamedMatrix, default_structures, parse_candidate
 from structattn_lab.compare.matrix_examples import EXAMPLES, load_matrix
 from structattn_lab.compare.matrix_fits import fit_matrices
@@ -77,6 +78,17 @@ def test_same_command_same_numbers(tmp_path) -> None:
         assert read_file(FitsRecord, done.folder / "results.json") == done.record
         errors.append([row.relative_error for row in done.record.matrices[0].rows])
     assert errors[0] == errors[1]
+
+
+def test_a_family_of_another_package_is_fitted_and_drawn(tmp_path, monkeypatch) -> None:
+    class Scaled(Dense):
+        """Another name for a dense matrix."""
+
+    monkeypatch.setitem(structure._FAMILIES, "scaled", Family(Scaled, "scaled", "scaled", "dense"))
+    done = fit_matrices([load_matrix("gaussian", 8)], ("lowrank:2", "scaled"), tmp_path, show_progress=False)
+    svg = (done.folder / "figures" / "error-against-parameters.svg").read_text()
+    assert "scaled" in svg
+    assert "No matrix of the structures is nearer." in (done.folder / "report.html").read_text()
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

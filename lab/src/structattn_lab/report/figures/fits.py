@@ -8,27 +8,15 @@ from matplotlib.axes import Axes
 
 from structattn_lab.records.fits import FitsRecord, FittedMatrix
 from structattn_lab.report.plot import (
-    GREY,
-    OKABE_ITO,
     Drawing,
     label_left,
     mark_axis,
     panel_grid,
     shared_legend,
+    spec_style,
 )
 
 _FLOOR = 1e-4  # smaller errors are drawn on this line: what separates 1e-6 from 1e-15 is not the structure
-_MARKS = {
-    "lowrank": ("o", OKABE_ITO[6]),
-    "mlr": ("s", OKABE_ITO[0]),
-    "btt": ("^", OKABE_ITO[1]),
-    "monarch": ("v", OKABE_ITO[1]),
-    "kronecker": ("D", OKABE_ITO[3]),
-    "butterfly": ("P", OKABE_ITO[2]),
-    "kaleidoscope": ("X", OKABE_ITO[4]),
-    "mlbtc": ("*", OKABE_ITO[5]),
-    "dense": ("h", GREY),
-}
 
 
 def draw_errors(record: FitsRecord, verdict: str) -> Drawing:
@@ -36,7 +24,9 @@ def draw_errors(record: FitsRecord, verdict: str) -> Drawing:
     matrices = record.matrices
     width = 2.55 if len(matrices) > 1 else 5.0
     figure, panels = panel_grid(len(matrices), 2.7, columns=3, width=width, sharex=True)
-    families = [f for f in _MARKS if any(row.family == f for matrix in matrices for row in matrix.rows)]
+    rows = [row for matrix in matrices for row in matrix.rows]
+    families = list(dict.fromkeys(row.family for row in rows))
+    optimal = [family for family in families if all(row.is_optimal for row in rows if row.family == family)]
     for index, (ax, matrix) in enumerate(zip(panels, matrices, strict=True)):
         _panel(ax, matrix, families)
         if index + 3 >= len(matrices):
@@ -46,11 +36,17 @@ def draw_errors(record: FitsRecord, verdict: str) -> Drawing:
     shared_legend(figure, panels, below=True)
     caption = (
         "Relative Frobenius error of the nearest matrix found, against its parameters as a share of a dense matrix's. "
-        "Low rank, BTT and Kronecker are optimal; the others are the best that descent found. Points on the lowest "
-        f"line have errors below {_FLOOR:g}."
+        f"{_found(optimal, len(families))} Points on the lowest line have errors below {_FLOOR:g}."
     )
     names_shown = ", ".join(matrix.name for matrix in matrices)
     return figure, caption, f"Error against parameters for {names_shown}. {verdict}"
+
+
+def _found(optimal: list[str], count: int) -> str:
+    if len(optimal) == count:
+        return "No matrix of the structures is nearer."
+    descent = "the best that descent found"
+    return f"Optimal: {', '.join(optimal)}; the others are {descent}." if optimal else f"All are {descent}."
 
 
 def _panel(ax: Axes, matrix: FittedMatrix, families: list[str]) -> None:
@@ -62,8 +58,8 @@ def _panel(ax: Axes, matrix: FittedMatrix, families: list[str]) -> None:
             (row.num_params / size, max(row.relative_error, _FLOOR)) for row in matrix.rows if row.family == family
         )
         if points:
-            mark, colour = _MARKS[family]
-            ax.plot(*zip(*points, strict=True), marker=mark, color=colour, lw=1.1, ms=4.5, label=family, clip_on=False)
+            style = spec_style(families, family)
+            ax.plot(*zip(*points, strict=True), **style, lw=1.1, ms=4.5, label=family, clip_on=False)
     ax.set_ylim(_FLOOR, 1.1)
     errors = (_FLOOR, 0.001, 0.01, 0.1, 1)
     mark_axis(ax.yaxis, errors, lambda value: f"≤ {_FLOOR:g}" if value <= _FLOOR else f"{value:g}")

@@ -2,14 +2,16 @@
 different lengths.
 """
 
+import math
+
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
 
 import structattn as sa
-from structattn.cache.bounded import BoundedCache, BoundedLevels
-from structattn.errors import ConfigError
+from structattn.cache.bounded import BoundedCache, BoundedLevels, bounded
+from structattn.errors import ConfigError, ShapeError
 from structattn.testing.tolerances import assert_close
 
 LAYOUTS = {
@@ -24,7 +26,20 @@ LAYOUTS = {
     "sink tokens": sa.LevelLayout((3, 2, 1), (32, 8, 4), "paper", (1, 3, 2), sink_tokens=3),
     "window, sink tokens": sa.LevelLayout.sliding((6,), (5,), sink_tokens=4),
     "global window": sa.GlobalWindowLayout((2, 4), 7),
+    "heads": sa.HeadLayouts([None, sa.LevelLayout((3, 2, 1), (32, 8, 4), "paper", (1, 3, 2), sink_tokens=3), None]),
+    "heads in turn": sa.HeadLayouts([sa.LevelLayout.sliding((6,), (5,), sink_tokens=4), None] * 2),
+    "heads with two softmaxes": sa.HeadLayouts([sa.LevelLayout((3, 3), (20, 5)), sa.GlobalWindowLayout((2, 4), 7)]),
 }
+
+
+def has_own_window(layout) -> bool:
+    layouts = layout.layouts if isinstance(layout, sa.HeadLayouts) else (layout,)
+    return any(isinstance(each, sa.GlobalWindowLayout) for each in layouts)
+
+
+def heads_of(layout, heads):
+    """As many heads of keys and values as there are layouts."""
+    return (2 * layout.num_heads, layout.num_heads, layout.num_heads) if isinstance(layout, sa.HeadLayouts) else heads
 
 
 @given(
@@ -38,17 +53,17 @@ LAYOUTS = {
 )
 def test_decoding_is_one_forward_pass(layout, window, max_length, heads, rows, terms, seed) -> None:
     chosen = LAYOUTS[layout]
-    window = None if isinstance(chosen, sa.GlobalWindowLayout) else window
+    window, heads = None if has_own_window(chosen) else window, heads_of(chosen, heads)
     lengths = [min(length, max_length) for length in rows]
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (
         torch.randn(len(rows), count, max_length, 6, generator=generator, dtype=torch.float64) for count in heads
     )
     options = {"softcap": 0.8, "sinks": torch.randn(heads[0], generator=generator).double()} if terms else {}
-    shared_k, shared_v = (x.repeat_interleave(heads[0] // x.shape[1], dim=1) for x in (k, v))
+    shared_k, shared_v = (x.repeat_interleave(math.lcm(*heads[1:]) // x.shape[1], dim=1) for x in (k, v))
     expected = sa.structured_attention(q, shared_k, shared_v, chosen, window=window, backend="reference", **options)
 
-    levels = BoundedLevels(chosen, window, max_length=max_length, key_shape=(heads[1], 6), value_shape=(heads[2], 6))
+    levels = bounded(chosen, window, max_length=max_length, key_shape=(heads[1], 6), value_shape=(heads[2], 6))
     longest = max(lengths)
     last = torch.tensor(lengths) - 1
     cache = BoundedCache(levels, last)
@@ -67,11 +82,12 @@ def test_decoding_is_one_forward_pass(layout, window, max_length, heads, rows, t
 @pytest.mark.parametrize("window", [None, 5])
 def test_what_is_kept_has_the_size_of_a_level_cache(window) -> None:
     for layout in LAYOUTS.values():
-        if window is not None and isinstance(layout, sa.GlobalWindowLayout):
+        if window is not None and has_own_window(layout):
             continue
-        levels = BoundedLevels(layout, window, max_length=50, key_shape=(2, 6), value_shape=(1, 6))
+        _, of_keys, of_values = heads_of(layout, (2, 2, 1))
+        levels = bounded(layout, window, max_length=50, key_shape=(of_keys, 6), value_shape=(of_values, 6))
         cache = sa.LevelCache(layout, window=window, max_length=50)
-        cache.append(torch.zeros(3, 2, 50, 6), torch.zeros(3, 1, 50, 6))
+        cache.append(torch.zeros(3, of_keys, 50, 6), torch.zeros(3, of_values, 50, 6))
         assert sum(torch.Size(shape).numel() for shape in levels.shapes(3)) * 4 == cache.nbytes
     levels = BoundedLevels(LAYOUTS["levels"], None, max_length=50, key_shape=(2, 6), value_shape=(1, 6))
     assert levels.shapes(3) == [(3, 2, 3, 50), (3, 2, 2, 8), (3, 2, 1, 4), (3, 1, 6, 50)]
@@ -99,3 +115,13 @@ def test_segments_of_one_text_are_refused() -> None:
         BoundedLevels(layout, None, max_length=20, key_shape=(1, 6), value_shape=(1, 6))
     with pytest.raises(ConfigError, match="max_length must be an int of at least 1, got 0"):
         BoundedLevels(None, None, max_length=0, key_shape=(1, 6), value_shape=(1, 6))
+
+
+def test_heads_need_a_layout_each() -> None:
+    layout = LAYOUTS["heads"]
+    with pytest.raises(ConfigError, match="a layout for each of 3 key heads, and the layer has 4"):
+        bounded(layout, None, max_length=20, key_shape=(4, 6), value_shape=(4, 6))
+    levels = bounded(layout, None, max_length=20, key_shape=(3, 6), value_shape=(3, 6))
+    q, k, v = (torch.randn(1, heads, 4, 6) for heads in (6, 3, 1))
+    with pytest.raises(ShapeError, match="keys and values need 3 heads, one for each of the layouts, got 1"):
+        BoundedCache(levels, torch.tensor([3])).attend(q, k, v)

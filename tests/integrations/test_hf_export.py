@@ -39,7 +39,15 @@ def structurized(family):
     return structurize(models.trained(models.FAMILIES[family]), "[mlr:4|2|2,values=4|2|2,mlr:4|4+window:6]")
 
 
+def with_heads():
+    model = models.llama(num_key_value_heads=4).double().eval()
+    return structurize(
+        model, "heads:standard/window:9,sink_tokens=3/mlr:4|4@32|8,scaling=standard/window:9,sink_tokens=3"
+    )
+
+
 MAKERS = {
+    "heads": with_heads,
     "llama": lambda: structurized("llama"),
     "gpt2": lambda: structurized("gpt2"),
     "qwen3": lambda: structurized("qwen3"),
@@ -88,6 +96,9 @@ def test_models_without_programs_are_refused() -> None:
         export_decoder(own().model, max_length=20)
     with pytest.raises(ConfigError, match="max_length must be an int of at least 1, got 0"):
         export_decoder(own(), max_length=0)
+    stored = structurize(models.llama(), "standard", storage=sa.Storage(key_bits=8, value_bits=8))
+    with pytest.raises(ConfigError, match="exported programs keep numbers as they are, and the cache of this model"):
+        export_decoder(stored, max_length=20)
 
 
 class Logits(torch.nn.Module):

@@ -23,12 +23,8 @@ def make(spec, *, num_layers=1, rotary=True, dtype=torch.float64, **options):
         37,
         spec,
         num_layers=num_layers,
-        embed_dim=32,
-        num_heads=2,
-        context_length=32,
+        **{"embed_dim": 32, "num_heads": 2, "context_length": 32, "dtype": dtype} | options,
         rotary=sa.Rotary() if rotary else None,
-        dtype=dtype,
-        **options,
     )
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
@@ -133,6 +129,9 @@ def test_what_does_not_fit_is_refused(exported) -> None:
         ("mlr:8|4|4+window:5", {}),
         ("sliding:8|4|4@-|9|4,values=8|4|4", {}),
         ("window:5", {}),
+        ("window:5,sink_tokens=3", {}),
+        ("heads:standard/window:5,sink_tokens=3", {}),
+        ("heads:sliding:8|8@-|9/standard/sliding:8|8@-|9/mlr:8|8@32|8", {"num_heads": 4, "embed_dim": 64}),
         ("global-window:8|8@5", {}),
         ("bilinear-btt:1", {}),
         ("bilinear-btt:1", {"rotary": False}),

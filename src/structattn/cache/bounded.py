@@ -15,9 +15,11 @@ from structattn.cache.level_cache import LevelCache
 from structattn.cache.levels import Level, Softmax, sink_level, softmaxes_of, value_levels
 from structattn.checks import MAX_LENGTH, check_size
 from structattn.errors import ConfigError
-from structattn.layout.heads import AnyLayout, one_layout
+from structattn.layout.global_window import Layout
+from structattn.layout.heads import AnyLayout, HeadGroup, HeadLayouts
 from structattn.layout.levels import LevelLayout
 from structattn.ops import Backend
+from structattn.ops.by_heads import check_key_heads, joined, query_heads, select_heads, terms_of
 from structattn.ops.terms import ScoreTerms
 
 
@@ -73,12 +75,12 @@ class BoundedLevels:
         key_shape, value_shape: (heads, dimension) of keys and values.
 
     Raises:
-        ConfigError: the layout has segments of one text, or heads have several.
+        ConfigError: the layout has segments of one text.
     """
 
     def __init__(
         self,
-        layout: AnyLayout | None,
+        layout: Layout | None,
         window: int | None,
         *,
         max_length: int,
@@ -86,7 +88,6 @@ class BoundedLevels:
         value_shape: tuple[int, int],
     ) -> None:
         check_size("max_length", max_length, MAX_LENGTH)
-        layout = one_layout("a cache of fixed size, as exported programs have it,", layout)
         if isinstance(layout, LevelLayout) and layout.boundaries is not None:
             raise ConfigError(
                 "the segments of this layout are those of one text, and a program is for all: give blocks "
@@ -135,6 +136,14 @@ class BoundedLevels:
             is_there = ((position >= 0) & (position <= end))[:, None, :, None]
             tensors.append(torch.where(is_there, x.gather(2, index), 0.0).transpose(2, 3).contiguous())
         return tensors
+
+    def prompt(self, q: Tensor, k: Tensor, v: Tensor, options: ScoreTerms) -> Tensor:
+        """Attention of the tokens of an empty cache, (B, H, T, V)."""
+        # PyTorch's fused kernel, or the definition: programs run where this package and its operators are
+        # not there.
+        is_fused = self.is_plain and q.shape[3] == v.shape[3] and options.softcap is None and options.sinks is None
+        backend: Backend = "auto" if is_fused else "reference"
+        return over_dense(q, k, v, options, layout=self.layout, window=self.window, backend=backend)
 
     def appended(self, tensors: Sequence[Tensor], k: Tensor, v: Tensor, last: Tensor) -> list[Tensor]:
         """The tensors with one token more, k (B, G, 1, D) and v (B, G, 1, V), at position ``last`` (B,)."""
@@ -221,10 +230,111 @@ class BoundedLevels:
             of_slots = product(scaled, tensor).reshape(*q.shape[:3], -1)
             score = torch.cat([score, of_slots], dim=3)
             later = torch.arange(tensor.shape[3], device=last.device) > last
-            hidden = torch.cat([hidden.expand(len(later), -1), later], dim=1)
+            hidden = torch.cat([hidden.expand(later.shape[0], -1), later], dim=1)
         if options.softcap is not None:
             score = options.softcap * torch.tanh(score / options.softcap)
         return options.softmax(score.masked_fill(hidden[:, None, None], -torch.inf), q.shape[:3])
+
+
+class BoundedHeads:
+    """``BoundedLevels`` of key heads with layouts of their own: the tensors are those of each group of heads,
+    one group after the other.
+
+    The methods are those of ``BoundedLevels``.
+
+    Args:
+        layout: one for each key head.
+        window, max_length, key_shape, value_shape: as of ``BoundedLevels``.
+
+    Raises:
+        ConfigError: a layout has segments of one text, or there is not one for each key head.
+    """
+
+    def __init__(
+        self,
+        layout: HeadLayouts,
+        window: int | None,
+        *,
+        max_length: int,
+        key_shape: tuple[int, int],
+        value_shape: tuple[int, int],
+    ) -> None:
+        layout.check_heads(key_shape[0])
+        self.layout, self.window, self.max_length = layout, window, max_length
+        self._groups: list[tuple[HeadGroup, BoundedLevels, slice]] = []
+        start = 0
+        for group in layout.groups:
+            levels = BoundedLevels(
+                group.layout,
+                window,
+                max_length=max_length,
+                key_shape=(len(group.heads), key_shape[1]),
+                value_shape=(len(group.heads), value_shape[1]),
+            )
+            end = start + len(levels.shapes(1))
+            self._groups.append((group, levels, slice(start, end)))
+            start = end
+
+    def shapes(self, batch: int) -> list[tuple[int, int, int, int]]:
+        """See ``BoundedLevels``."""
+        return [shape for _, levels, _ in self._groups for shape in levels.shapes(batch)]
+
+    def filled(self, k: Tensor, v: Tensor, last: Tensor) -> list[Tensor]:
+        """See ``BoundedLevels``."""
+        check_key_heads(self.layout, k, v)
+        return [
+            tensor
+            for group, levels, _ in self._groups
+            for tensor in levels.filled(select_heads(k, group.heads), select_heads(v, group.heads), last)
+        ]
+
+    def prompt(self, q: Tensor, k: Tensor, v: Tensor, options: ScoreTerms) -> Tensor:
+        """See ``BoundedLevels``."""
+        per_key_head = q.shape[1] // self.layout.num_heads
+        outs = []
+        for group, levels, _ in self._groups:
+            queries = query_heads(group.heads, per_key_head)
+            tensors = select_heads(q, queries), select_heads(k, group.heads), select_heads(v, group.heads)
+            outs.append(levels.prompt(*tensors, terms_of(options, queries)))
+        return joined(outs, self.layout, per_key_head)
+
+    def appended(self, tensors: Sequence[Tensor], k: Tensor, v: Tensor, last: Tensor) -> list[Tensor]:
+        """See ``BoundedLevels``."""
+        return [
+            tensor
+            for group, levels, part in self._groups
+            for tensor in levels.appended(
+                tensors[part], select_heads(k, group.heads), select_heads(v, group.heads), last
+            )
+        ]
+
+    def attention(self, q: Tensor, tensors: Sequence[Tensor], last: Tensor, options: ScoreTerms) -> Tensor:
+        """See ``BoundedLevels``."""
+        per_key_head = q.shape[1] // self.layout.num_heads
+        outs = []
+        for group, levels, part in self._groups:
+            queries = query_heads(group.heads, per_key_head)
+            outs.append(levels.attention(select_heads(q, queries), tensors[part], last, terms_of(options, queries)))
+        return joined(outs, self.layout, per_key_head)
+
+
+LayerLevels = BoundedLevels | BoundedHeads
+
+
+def bounded(
+    layout: AnyLayout | None,
+    window: int | None,
+    *,
+    max_length: int,
+    key_shape: tuple[int, int],
+    value_shape: tuple[int, int],
+) -> LayerLevels:
+    """The levels of a layer, whose key heads may have layouts of their own; arguments as of
+    ``BoundedLevels``.
+    """
+    if isinstance(layout, HeadLayouts):
+        return BoundedHeads(layout, window, max_length=max_length, key_shape=key_shape, value_shape=value_shape)
+    return BoundedLevels(layout, window, max_length=max_length, key_shape=key_shape, value_shape=value_shape)
 
 
 class BoundedCache:
@@ -245,9 +355,10 @@ class BoundedCache:
     text = None
     latent = None
 
-    def __init__(self, levels: BoundedLevels, last: Tensor, tensors: Sequence[Tensor] | None = None) -> None:
+    def __init__(self, levels: LayerLevels, last: Tensor, tensors: Sequence[Tensor] | None = None) -> None:
         self.levels = levels
-        self.layout, self.window = levels.layout, levels.window
+        self.layout: AnyLayout | None = levels.layout
+        self.window = levels.window
         self.tensors = tensors
         self._last = last
 
@@ -269,11 +380,7 @@ class BoundedCache:
         options = ScoreTerms(scale=scale, softcap=softcap, sinks=sinks)
         if self.tensors is None:
             self.tensors = self.levels.filled(k, v, self._last)
-            # PyTorch's fused kernel, or the definition: programs run where this package and its operators are
-            # not there.
-            is_fused = self.levels.is_plain and q.shape[3] == v.shape[3] and softcap is None and sinks is None
-            backend: Backend = "auto" if is_fused else "reference"
-            return over_dense(q, k, v, options, layout=self.layout, window=self.window, backend=backend)
+            return self.levels.prompt(q, k, v, options)
         self.tensors = self.levels.appended(self.tensors, k, v, self._last)
         return self.levels.attention(q, self.tensors, self._last, options)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, export
 
-from structattn.cache.bounded import BoundedCache, BoundedLevels
+from structattn.cache.bounded import BoundedCache, LayerLevels, bounded
 from structattn.checks import MAX_LENGTH, check_size, check_type
 from structattn.errors import ConfigError, ShapeError
 from structattn.layers.attention import Attention
@@ -33,7 +33,8 @@ class DecoderPrograms:
 
     The tensors of the cache are, layer by layer, those of the levels of the keys and then of the values, (B,
     heads, rank, slots), with ``slots`` positions of the longest block (or window) of the level and at most
-    ``max_length``.
+    ``max_length``. Where key heads have layouts of their own, they are those of the heads of one layout, then
+    those of the next.
 
     Attributes:
         prefill: tokens (B, T) int64, padded on the right, and lengths (B,) int64, each from 1 to T, to logits
@@ -170,7 +171,7 @@ class _CapturedStep:
 class _Program(nn.Module):
     """A model that is run with the cache of one call of each layer."""
 
-    def __init__(self, model: nn.Module, run: Run, levels: Sequence[BoundedLevels]) -> None:
+    def __init__(self, model: nn.Module, run: Run, levels: Sequence[LayerLevels]) -> None:
         super().__init__()
         self.model = model
         self.run = run
@@ -194,7 +195,7 @@ class _Decode(_Program):
         return self._run(tokens, caches, torch.zeros_like(positions))
 
 
-def bounded_levels(attention: Attention, max_length: int) -> BoundedLevels:
+def bounded_levels(attention: Attention, max_length: int) -> LayerLevels:
     """The levels of an attention layer, of which keys are kept as features.
 
     Raises:
@@ -209,7 +210,7 @@ def bounded_levels(attention: Attention, max_length: int) -> BoundedLevels:
         )
     scoring = attention.scoring
     order = scoring.cached_order
-    return BoundedLevels(
+    return bounded(
         attention.layout,
         attention.window,
         max_length=max_length,
@@ -274,7 +275,7 @@ def of_each_row(x: Tensor, index: Tensor) -> Tensor:
 
 
 def decoder_programs(
-    model: nn.Module, run: Run, levels: Sequence[BoundedLevels], batch_size: int | None, embedding: Tensor
+    model: nn.Module, run: Run, levels: Sequence[LayerLevels], batch_size: int | None, embedding: Tensor
 ) -> DecoderPrograms:
     """The programs of a model, in eval mode; each module's mode is put back.
 

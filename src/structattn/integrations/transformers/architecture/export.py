@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from structattn.cache.bounded import BoundedCache, BoundedLevels
+from structattn.cache.bounded import BoundedCache, LayerLevels, bounded
 from structattn.checks import check_type
 from structattn.errors import ConfigError
 from structattn.integrations.transformers.architecture.loading import StructuredModelMixin
 from structattn.integrations.transformers.architecture.model import StructAttnForCausalLM
 from structattn.integrations.transformers.caches.layer_cache import NO_TERMS, LevelCacheLayer
-from structattn.integrations.transformers.caches.model_cache import CACHE, level_cache
+from structattn.integrations.transformers.caches.model_cache import CACHE, level_cache, storage_of
 from structattn.integrations.transformers.variant import Variant
 from structattn.models.export import DecoderPrograms, bounded_levels, decoder_programs, of_each_row
 from structattn.models.language_model import inference
@@ -74,8 +74,9 @@ def export_decoder(model: PreTrainedModel, *, max_length: int, batch_size: int |
         batch_size: rows. Default ``None``: any number.
 
     Raises:
-        ConfigError: it is no such model; a number is out of its range; or the model reads positions from its
-            cache, as ``StructAttnForCausalLM`` does with learned positions.
+        ConfigError: it is no such model; a number is out of its range; its cache stores numbers in fewer
+            bits; or the model reads positions from its cache, as ``StructAttnForCausalLM`` does with learned
+            positions.
 
     Cost: see ``structattn.export_decoder``.
     """
@@ -89,6 +90,12 @@ def export_decoder(model: PreTrainedModel, *, max_length: int, batch_size: int |
         raise ConfigError(
             "this model has learned positions, which it reads from its cache: export one with rotary positions "
             "(config.rotary), or a structattn.LanguageModel"
+        )
+
+    if storage_of(model.config) is not None:
+        raise ConfigError(
+            "exported programs keep numbers as they are, and the cache of this model stores them in fewer bits: export "
+            "a model that structurize() made without storage"
         )
 
     def run(tokens: Tensor, caches: list[BoundedCache], index: Tensor) -> Tensor:
@@ -138,7 +145,7 @@ def _check_equal(model: PreTrainedModel, programs: DecoderPrograms, embedding: T
         )
 
 
-def _levels(model: PreTrainedModel, max_length: int) -> list[BoundedLevels]:
+def _levels(model: PreTrainedModel, max_length: int) -> list[LayerLevels]:
     """The levels of each layer, read from a cache with one token."""
     if isinstance(model, StructAttnForCausalLM):
         layers: Any = model.model.layers
@@ -161,7 +168,7 @@ def _levels(model: PreTrainedModel, max_length: int) -> list[BoundedLevels]:
             )
         facts, _ = layer.level_cache.state()
         caches.append(
-            BoundedLevels(
+            bounded(
                 layer.level_cache.layout,
                 layer.level_cache.window,
                 max_length=max_length,

@@ -20,7 +20,7 @@ class Case:
     travel to other processes.
     """
 
-    layout: sa.LevelLayout | None
+    layout: sa.LevelLayout | sa.HeadLayouts | None
     lengths: tuple[int, ...]
     order: str = "contiguous"
     batch: int = 1

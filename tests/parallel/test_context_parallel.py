@@ -29,6 +29,8 @@ SEGMENTS = sa.LevelLayout.from_boundaries((3, 3, 2), ((0, 17, 31, 40), (0, 5, 17
 ROWS = sa.LevelLayout.from_boundaries(
     (3, 3, 2), [[(0,), (0, 17, 31), (0, 5, 17, 31, 36)], [(0,), (0, 30), (0, 11, 30, 44)]]
 )
+NEAR = sa.LevelLayout.sliding((8,), (6,), sink_tokens=3)
+HEADS = sa.HeadLayouts([None, NEAR, BLOCKS, NEAR])
 
 
 def check(cluster: Cluster, case: Case) -> None:
@@ -45,22 +47,26 @@ def check(cluster: Cluster, case: Case) -> None:
     for a, b in zip(actual[2:], expected[2:], strict=True):
         assert_close(a, b, gradient=True)
     world = len(case.lengths)
-    layout = case.layout or sa.LevelLayout((case.dim,), (2**30,))
-    counted = layout.communication_bytes(
-        sum(case.lengths),
-        case.lengths,
-        order=case.order,
-        is_causal=case.options.get("is_causal", True),
-        window=case.options.get("window"),
-        cu_seqlens=case.options.get("cu_seqlens"),
-        num_kv_heads=case.groups,
-        value_dim=case.value_dim,
-        batch_size=case.batch,
-        dtype=case.dtype,
-    )
+    groups = case.layout.groups if isinstance(case.layout, sa.HeadLayouts) else [(case.layout, range(case.groups))]
+    counts = [
+        (layout or sa.LevelLayout((case.dim,), (2**30,))).communication_bytes(
+            sum(case.lengths),
+            case.lengths,
+            order=case.order,
+            is_causal=case.options.get("is_causal", True),
+            window=case.options.get("window"),
+            cu_seqlens=case.options.get("cu_seqlens"),
+            num_kv_heads=len(heads),
+            value_dim=case.value_dim,
+            batch_size=case.batch,
+            dtype=case.dtype,
+        )
+        for layout, heads in groups
+    ]
+    counts = [each for each in counts if any(each.forward)]
     for process, (_, sent) in enumerate(found):
         assert sent["all_gather"] == [NUMBERS * 8 * (world - 1)]
-        exchanged = [counted.forward[process], counted.backward[process]] if any(counted.forward) else []
+        exchanged = [each.forward[process] for each in counts] + [each.backward[process] for each in reversed(counts)]
         assert sent["all_to_all_single"] == exchanged
 
 
@@ -115,6 +121,25 @@ CASES = {
         options={"softcap": 0.9, "alibi_slopes": [0.5, -0.1], "scale": 0.4},
     ),
     "head-tail, one process": Case(layout=BLOCKS, lengths=(45,), order="head-tail"),
+    "heads": Case(layout=HEADS, lengths=(13, 20, 7, 0), batch=2, heads=8, groups=4, value_dim=5),
+    "heads, terms": Case(
+        layout=HEADS,
+        lengths=(9, 20, 16),
+        order="head-tail",
+        batch=2,
+        heads=4,
+        groups=4,
+        has_sinks=True,
+        options={"softcap": 0.9, "alibi_slopes": [[0.5, -0.1, 0.2, 0.1], [0.0, 1.0, 0.3, 0.2]], "window": 30},
+    ),
+    "heads, packed, not causal": Case(
+        layout=sa.HeadLayouts([VALUES, NEAR, VALUES]),
+        lengths=(9, 21, 13, 5),
+        heads=6,
+        groups=3,
+        options={"cu_seqlens": [0, 4, 15, 16, 40, 48], "is_causal": False},
+    ),
+    "heads of one layout": Case(layout=sa.HeadLayouts([SLIDING] * 2), lengths=(9, 20, 16), heads=4, groups=2),
     "empty": Case(layout=BLOCKS, lengths=(0, 0, 5)),
     "one process": Case(layout=BLOCKS, lengths=(45,)),
     "nothing travels": Case(layout=VALUES, lengths=(16, 16), options={"cu_seqlens": [0, 5, 16, 32]}),

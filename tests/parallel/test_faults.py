@@ -124,8 +124,13 @@ def test_boundaries_of_all_tokens(cluster: Cluster) -> None:
 
 def wrong_makings(mesh: DeviceMesh) -> bool:  # in all processes, which new meshes need
     for layout in (sa.GlobalWindowLayout((4, 4), 3), "mlr:4|4", 3):
-        with pytest.raises(ConfigError, match="layout must be a LevelLayout or None"):
+        with pytest.raises(ConfigError, match="layout must be a LevelLayout, HeadLayouts or None"):
             sa.parallel.context_parallel(layout, mesh)
+    with pytest.raises(ConfigError, match="a head of a divided sequence has a LevelLayout or None, got HeadLayouts"):
+        sa.parallel.context_parallel(sa.HeadLayouts([None, sa.GlobalWindowLayout((4, 4), 3)]), mesh)
+    heads = sa.parallel.context_parallel(sa.HeadLayouts([None] * 3), mesh)
+    with pytest.raises(ShapeError, match="need 3 heads, one for each of the layouts, got 2"):
+        heads(*torch.zeros(3, 1, 2, 4, 8))
     for other in (None, 3, dist.group.WORLD):
         with pytest.raises(ConfigError, match="mesh must be a torch.distributed.device_mesh.DeviceMesh"):
             sa.parallel.context_parallel(LAYOUT, other)

@@ -31,6 +31,7 @@ def done(found: list[Any]) -> list[Any]:
     [
         ("llama", "mlr:4|2|2,values=4|2|2", "head-tail", {}, False),
         ("llama", "mlr:4|2|2", "contiguous", PACKED, True),
+        ("llama", "heads:standard/mlr:4|4@32|8", "head-tail", {}, False),
         pytest.param(
             "llama", "standard", "contiguous", {"position_ids": [list(range(5, 42))]}, False, marks=pytest.mark.full
         ),

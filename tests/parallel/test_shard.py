@@ -89,6 +89,10 @@ CASES = {
     "fewer tokens than processes": Model(length=3),
     "fewer tokens than heads and tails": Model(length=6, order="head-tail"),
     "sliding": Model(spec="sliding:4|2|2@-|12|5", rotary="low_far"),
+    "heads": Model(spec="heads:mlr:4|4,values=2|6/window:9,sink_tokens=2", rotary="low_far", length=2 * CONTEXT + 3),
+    "heads, padded": Model(
+        spec="heads:standard/sliding:4|4@-|5", rotary="interleaved", batch=3, options={"left_padding": [0, 40, 15]}
+    ),
     "btt": Model(spec="bilinear-btt:1"),
     "layers": Model(spec="[standard,window:7]", rotary="low_far", length=41),
 }

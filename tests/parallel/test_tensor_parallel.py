@@ -30,8 +30,10 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "lowrank": ("bilinear-lowrank:8", {}, {}),
     "text": ("mlr-text:4|2|2", {"text_units": True}, {}),
     "sliding": ("sliding:4|2|2@-|9|4", {}, {}),
+    "heads": ("heads:standard/window:5,sink_tokens=2/mlr:4|2|2/standard", {"rotary": sa.Rotary()}, {}),
+    "layers of heads": ("[heads:standard*3/window:5,heads:mlr:4|4*4]", {}, {}),
 }
-QUICK = ("rotary", "values", "bilinear mlr")
+QUICK = ("rotary", "values", "bilinear mlr", "heads")
 
 
 def done(found: list[Any]) -> list[Any]:
@@ -122,6 +124,7 @@ def test_heads_in_two_processes_and_sequences_in_two_equal_one_process(
     ("spec", "options"),
     [
         ("mlr:4|2|2,values=4|2|2", {"rotary": sa.Rotary()}),
+        ("heads:standard/window:5,sink_tokens=2/standard/window:5,sink_tokens=2", {"rotary": sa.Rotary()}),
         pytest.param("bilinear-btt:1", {}, marks=pytest.mark.full),
         pytest.param("window:5", {"rotary": sa.Rotary()}, marks=pytest.mark.full),
     ],

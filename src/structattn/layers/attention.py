@@ -78,6 +78,9 @@ class Attention(AttentionLayer, NumberedLayer):
     Cost: see ``cost``. Source: Kuang et al. 2025, sections 3 to 5.
     """
 
+    # Of the key heads of this process, where a tensor parallel plan divides heads with layouts of their own.
+    layout_here: HeadLayouts | None = None
+
     def __init__(
         self,
         embed_dim: int,
@@ -340,6 +343,15 @@ class Attention(AttentionLayer, NumberedLayer):
         """The layout, of a text without segments where it depends on the text."""
         return self.layout.bound if isinstance(self.layout, TextLayout) else self.layout
 
+    @property
+    def _cached_layout(self) -> AnyLayout | TextLayout | None:
+        """The layout of the caches of the module: of the key heads of this process."""
+        return self.layout if self.layout_here is None else self.layout_here
+
+    def check_cache(self, cache: object) -> None:
+        """See ``AttentionLayer``."""
+        checks.check_cache(cache, self, self._cached_layout, self.window)
+
     def _decode(self, x: Tensor, cache: LayerCache, layout: LevelLayout | None, mask: Tensor | None) -> Tensor:
         """The next tokens against a cache."""
         q, k, v, scale = self._cached(x, cache)
@@ -415,7 +427,7 @@ class Attention(AttentionLayer, NumberedLayer):
             if keys == "smaller" and numbers.features <= numbers.hidden:
                 latent = None
         cache = LevelCache(
-            self.layout,
+            self._cached_layout,
             window=self.window,
             max_length=max_length,
             page_size=page_size,

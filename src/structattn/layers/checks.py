@@ -97,7 +97,8 @@ def check_left_out(what: str, **options: object) -> None:
 
 def check_shard(layout: AnyLayout | TextLayout | None, backend: str, dropout: float) -> None:
     """Raises ``ConfigError`` unless attention with these options can be divided among processes."""
-    if isinstance(layout, GlobalWindowLayout | HeadLayouts | TextLayout):
+    layouts = layout.layouts if isinstance(layout, HeadLayouts) else (layout,)
+    if any(isinstance(each, GlobalWindowLayout | TextLayout) for each in layouts):
         raise ConfigError(
             f"processes can divide the sequence of a LevelLayout or of none, got {layout}: choose another spec, such "
             "as mlr or sliding, or leave sequences whole"

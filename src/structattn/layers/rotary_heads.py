@@ -23,14 +23,15 @@ class HeadRotary(nn.Module):
     def __init__(self, rotary: Rotary, layout: HeadLayouts, head_dim: int) -> None:
         super().__init__()
         self.layout = layout
-        ranks = [(head_dim,) if of_head is None else of_head.ranks for of_head, _ in layout.groups]
-        self.groups = nn.ModuleList(rotary.build(each) for each in ranks)
+        layouts = [of_head for of_head, _ in layout.groups]
+        self.groups = nn.ModuleList(rotary.build((head_dim,) if each is None else each.ranks) for each in layouts)
+        self._numbers = {each: number for number, each in enumerate(layouts)}
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """See ``RotaryEmbedding``; x has a multiple of the key heads."""
         per_key_head = x.shape[1] // self.layout.num_heads
         outs = [
-            rotate(select_heads(x, query_heads(heads, per_key_head)), positions)
-            for rotate, (_, heads) in zip(self.groups, self.layout.groups, strict=True)
+            self.groups[self._numbers[of_heads]](select_heads(x, query_heads(heads, per_key_head)), positions)
+            for of_heads, heads in self.layout.groups  # those of some heads in a process of several
         ]
         return joined(outs, self.layout, per_key_head)

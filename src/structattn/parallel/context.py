@@ -11,9 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from structattn.checks import check_choice, check_type
 from structattn.errors import ConfigError, ShapeError, StructAttnError
+from structattn.layout.global_window import GlobalWindowLayout
+from structattn.layout.heads import HeadGroup, HeadLayouts, groups_of
 from structattn.layout.levels import LevelLayout
 from structattn.layout.shards import ORDERS, Order, Shards, checked_shards, divided
 from structattn.ops import checks
+from structattn.ops.by_heads import check_key_heads, joined, query_heads, select_heads, terms_of
 from structattn.ops.call import Call, Pairs
 from structattn.ops.reference import with_sinks
 from structattn.ops.terms import ScoreTerms
@@ -24,7 +27,9 @@ from structattn.parallel.processes import Processes
 from structattn.parallel.sharded_attention import ShardedAttention
 
 
-def context_parallel(layout: LevelLayout | None, mesh: DeviceMesh, *, order: Order = "contiguous") -> ContextParallel:
+def context_parallel(
+    layout: LevelLayout | HeadLayouts | None, mesh: DeviceMesh, *, order: Order = "contiguous"
+) -> ContextParallel:
     """``structured_attention`` over a sequence that is divided among the processes of a mesh.
 
     Each process holds q, k and v of any number of tokens, also of none, and calls the result with its own
@@ -32,7 +37,8 @@ def context_parallel(layout: LevelLayout | None, mesh: DeviceMesh, *, order: Ord
     ``structured_attention`` over the whole sequence.
 
     Args:
-        layout: ``LevelLayout``; ``None`` is one level: plain attention.
+        layout: ``LevelLayout``; ``None`` is one level: plain attention; or ``HeadLayouts``, one of these for
+            each key head.
         mesh: of one dimension, whose processes divide the sequence; in a mesh of more dimensions take one, as
             ``mesh["context"]``.
         order: which tokens a process holds; ``positions`` gives them. ``"contiguous"`` (default): neighboring
@@ -71,8 +77,12 @@ class ContextParallel:
         layout, mesh, order: as given.
     """
 
-    def __init__(self, layout: LevelLayout | None, mesh: DeviceMesh, *, order: Order = "contiguous") -> None:
-        check_type("layout", layout, LevelLayout | None, "a LevelLayout or None")
+    def __init__(
+        self, layout: LevelLayout | HeadLayouts | None, mesh: DeviceMesh, *, order: Order = "contiguous"
+    ) -> None:
+        check_type("layout", layout, LevelLayout | HeadLayouts | None, "a LevelLayout, HeadLayouts or None")
+        if isinstance(layout, HeadLayouts) and any(isinstance(x, GlobalWindowLayout) for x in layout.layouts):
+            raise ConfigError(f"a head of a divided sequence has a LevelLayout or None, got {layout}")
         check_choice("order", order, ORDERS)
         self.layout, self.mesh, self.order = layout, mesh, order
         self._processes = Processes(mesh)
@@ -160,9 +170,10 @@ class ContextParallel:
                 process group.
             DerivativeError: a second derivative is asked for.
 
-        Cost: what a process sends is ``layout.communication_bytes``, and 32 bytes to each other one by which
-            they check that the calls agree. Memory is linear in T_p and in what arrives, which is kept for
-            the backward pass. With ``is_causal`` and contiguous shards the last process has the most work.
+        Cost: what a process sends is ``layout.communication_bytes``, in one exchange for each layout of key
+            heads, and 32 bytes to each other one by which they check that the calls agree. Memory is linear
+            in T_p and in what arrives, which is kept for the backward pass. With ``is_causal`` and contiguous
+            shards the last process has the most work.
 
         Source: ours; the joining of parts is that of ring attention (Liu et al. 2023).
         """
@@ -178,9 +189,10 @@ class ContextParallel:
         error: StructAttnError | None = None
         description: dict[str, object] = {}
         try:
-            call = self._checked(q, k, v, terms, pairs, cu_seqlens, return_lse)
-            layout = call.layout
-            description = {"order": self.order} | _description(q, k, v, call, cu_seqlens)
+            calls = self._checked(q, k, v, terms, pairs, cu_seqlens, return_lse)
+            description = {"order": self.order} | _description(
+                q, k, v, self.layout, terms.of_call(q, k.shape[2]), pairs, cu_seqlens
+            )
         except StructAttnError as wrong:
             error = wrong
         length = q.shape[2] if error is None else 0
@@ -189,6 +201,29 @@ class ContextParallel:
         if cu_seqlens is not None:
             ends = checks.checked_lengths(cu_seqlens.cpu(), "cu_seqlens", sum(lengths), are_offsets=True)
             seqlens = tuple(ends.tolist())
+        q, k, v = checks.autocasted(q, k, v)
+        outs = [self._attend(q, k, v, group, call, lengths, seqlens) for group, call in calls]
+        if isinstance(self.layout, HeadLayouts):
+            per_key_head = q.shape[1] // k.shape[1]
+            out, lse = (joined(tensors, self.layout, per_key_head) for tensors in zip(*outs, strict=True))
+        else:
+            out, lse = outs[0]
+        return (out, lse) if return_lse else out
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        group: HeadGroup,
+        call: Call,
+        lengths: tuple[int, ...],
+        seqlens: tuple[int, ...],
+    ) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp of the query heads that read a group of key heads."""
+        queries = query_heads(group.heads, q.shape[1] // k.shape[1])
+        q, k, v = select_heads(q, queries), select_heads(k, group.heads), select_heads(v, group.heads)
+        sinks, layout = call.terms.sinks, call.layout
         call = call.with_terms(scale=constant_scale(layout, call.terms.scale), sinks=None)
         parts, holders = divided(lengths, self.order)
         shards = Shards(
@@ -197,16 +232,13 @@ class ContextParallel:
             holders=holders,
             seqlens=seqlens,
             batch=q.shape[0],
-            is_causal=is_causal,
+            is_causal=call.is_causal,
             window=call.window,
         )
-        q, k, v = checks.autocasted(q, k, v)
         plan = exchange_plan(shards, layout, v.shape[3], self._processes.index)
         with checks.without_autocast(q):
             out, lse = ShardedAttention.apply(q, k, v, self._processes, plan, call)  # type: ignore[no-untyped-call]
-            if sinks is not None:
-                out, lse = with_sinks(out, lse, sinks)
-        return (out, lse) if return_lse else out
+            return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
 
     def _checked(
         self,
@@ -217,8 +249,8 @@ class ContextParallel:
         pairs: Pairs,
         cu_seqlens: Tensor | None,
         return_lse: bool,
-    ) -> Call:
-        """The call, as far as this process can check it by itself."""
+    ) -> list[tuple[HeadGroup, Call]]:
+        """The call of each group of heads, as far as this process can check them by itself."""
         checks.check_options(self.layout, terms, pairs, return_lse)
         checks.check_tensors(q, k, v)
         if q.shape[2] != k.shape[2]:
@@ -230,27 +262,43 @@ class ContextParallel:
         if cu_seqlens is not None:
             checks.check_boundaries("cu_seqlens", cu_seqlens, q)
             num_rows, row_name = cu_seqlens.shape[0] - 1, "packed sequence"
-        layout = LevelLayout((q.shape[3],), (2**30,)) if self.layout is None else self.layout
-        checks.check_layout(layout, q.shape[3], v.shape[3], num_rows, row_name)
-        return Call(layout=layout, terms=terms, **pairs | {"window": layout.window_of(1, pairs["window"])})
+        if isinstance(self.layout, HeadLayouts):
+            check_key_heads(self.layout, k, v)
+        calls = []
+        for group in groups_of(self.layout, k.shape[1]):
+            layout = LevelLayout((q.shape[3],), (2**30,)) if group.layout is None else group.layout
+            assert isinstance(layout, LevelLayout)
+            checks.check_layout(layout, q.shape[3], v.shape[3], num_rows, row_name)
+            of_group = terms_of(terms, query_heads(group.heads, q.shape[1] // k.shape[1]))
+            window = layout.window_of(1, pairs["window"])
+            calls.append((group, Call(layout=layout, terms=of_group, **pairs | {"window": window})))
+        return calls
 
 
-def _description(q: Tensor, k: Tensor, v: Tensor, call: Call, cu_seqlens: Tensor | None) -> dict[str, object]:
+def _description(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: LevelLayout | HeadLayouts | None,
+    terms: ScoreTerms,
+    pairs: Pairs,
+    cu_seqlens: Tensor | None,
+) -> dict[str, object]:
     """What must be the same in all processes, by the names that a user knows."""
     shapes = {
         f"the shape of {name}": [*x.shape[:2], "tokens", x.shape[3]] for name, x in (("q", q), ("k", k), ("v", v))
     }
-    slopes = call.terms.alibi_slopes
+    slopes = terms.alibi_slopes
     return {
         **shapes,
         "the dtype of q": str(checks.taken_dtype(q)),
-        "layout": str(call.layout),
-        "is_causal": call.is_causal,
-        "scale": call.terms.scale,
-        "window": call.window,
-        "softcap": call.terms.softcap,
+        "layout": [str(x) for x in layout.layouts] if isinstance(layout, HeadLayouts) else str(layout),
+        "is_causal": pairs["is_causal"],
+        "scale": terms.scale,
+        "window": pairs["window"],
+        "softcap": terms.softcap,
         "alibi_slopes": None if slopes is None else slopes.tolist(),
-        "sinks": call.terms.sinks is not None,
+        "sinks": terms.sinks is not None,
         "cu_seqlens": None if cu_seqlens is None else cu_seqlens.tolist(),
         "whether a backward pass will follow": torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
     }

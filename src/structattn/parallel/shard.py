@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from structattn.checks import MAX_LENGTH, check_size
 from structattn.errors import ConfigError, ShapeError, StructAttnError
+from structattn.layout.heads import HeadLayouts
 from structattn.layout.levels import LevelLayout
 from structattn.layout.shards import Order
 from structattn.parallel.agreement import agreed_lengths
@@ -83,7 +84,7 @@ class SequenceShard:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        layout: LevelLayout | None,
+        layout: LevelLayout | HeadLayouts | None,
         *,
         left_padding: Tensor | None = None,
         **options: Unpack[ContextParallelOptions],
@@ -102,7 +103,7 @@ class SequenceShard:
         attention = ContextParallel(layout, self._mesh, order=self._order)
         if left_padding is None or not q.shape[0]:
             return attention(q, k, v, **options)
-        if options.get("cu_seqlens") is not None or (layout is not None and layout.num_rows is not None):
+        if options.get("cu_seqlens") is not None or (isinstance(layout, LevelLayout) and layout.num_rows is not None):
             raise ConfigError(
                 "left_padding goes with neither cu_seqlens nor segments of each row: leave one of them out"
             )

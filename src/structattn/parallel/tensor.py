@@ -27,6 +27,8 @@ from structattn.errors import ConfigError
 from structattn.layers.attention import Attention
 from structattn.layers.block import MLP
 from structattn.layers.layer import AttentionLayer
+from structattn.layers.rotary_heads import HeadRotary
+from structattn.layout.heads import HeadLayouts
 from structattn.matrices import FactoredMatrix, StructuredMatrix
 from structattn.models.language_model import LanguageModel
 from structattn.parallel.processes import Processes
@@ -133,7 +135,7 @@ class _LocalParts(ParallelStyle):
             _leave(module)  # after a call that was interrupted
             inputs = self._arguments(arguments, named, device_mesh)
             module.__dict__[_WHOLE] = whole = []
-            for values, name, value in list(self._local_values(module, device_mesh.size())):
+            for values, name, value in list(self._local_values(module, device_mesh)):
                 whole.append((values, name, values[name]))
                 values[name] = value
             return inputs
@@ -146,7 +148,7 @@ class _LocalParts(ParallelStyle):
     def _placed(self, module: nn.Module) -> Iterator[tuple[nn.Module, str, Placement]]:
         """The parameters, by their module and name, and how each is divided."""
 
-    def _local_values(self, module: nn.Module, count: int) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    def _local_values(self, module: nn.Module, mesh: DeviceMesh) -> Iterator[tuple[dict[str, Any], str, Any]]:
         """The attributes that are of this process while the module computes, by the dict that has them and
         their name.
         """
@@ -187,6 +189,14 @@ class _ByHeads(_LocalParts):
     processes.
     """
 
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, Attention)
+        if isinstance(module.layout, HeadLayouts):
+            count = module.num_kv_heads // device_mesh.size()
+            first = device_mesh.get_local_rank() * count
+            module.layout_here = HeadLayouts(module.layout.layouts[first : first + count])
+        return super()._apply(module, device_mesh)
+
     def _placed(self, module: nn.Module) -> Iterator[tuple[nn.Module, str, Placement]]:
         assert isinstance(module, Attention)
         by_heads = {*module.scoring.matrix.modules(), module.value_proj}
@@ -195,13 +205,18 @@ class _ByHeads(_LocalParts):
                 for name, _ in owner.named_parameters(recurse=False, remove_duplicate=False):
                     yield owner, name, Shard(0) if owner in by_heads else Replicate()
 
-    def _local_values(self, module: nn.Module, count: int) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    def _local_values(self, module: nn.Module, mesh: DeviceMesh) -> Iterator[tuple[dict[str, Any], str, Any]]:
         assert isinstance(module, Attention)
-        yield from super()._local_values(module, count)
+        yield from super()._local_values(module, mesh)
+        count = mesh.size()
         heads, groups = module.num_heads // count, module.num_kv_heads // count
         yield module.__dict__, "num_heads", heads
         yield module.__dict__, "num_kv_heads", groups
         yield module.scoring.__dict__, "shape", replace(module.scoring.shape, num_heads=heads, num_kv_heads=groups)
+        if module.layout_here is not None:
+            yield module.__dict__, "layout", module.layout_here
+            if isinstance(module.rotary, HeadRotary):
+                yield module.rotary.__dict__, "layout", module.layout_here
         for matrix in module.scoring.matrix.modules():
             if isinstance(matrix, StructuredMatrix):
                 yield matrix.__dict__, "batch_shape", _divided(matrix.batch_shape, count)

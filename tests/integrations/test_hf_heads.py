@@ -92,8 +92,36 @@ def test_what_cannot_be_is_refused() -> None:
         structurize(llama(), "heads:standard*3")
     with pytest.raises(ConfigError, match="must be a layout or a window alone"):
         structurize(llama(), "heads:bilinear-btt:1*4")
-    with pytest.raises(ConfigError, match="a spec for each key head fits one model"):
-        register_attention(MIXED)
+    model = llama()
+    model.set_attn_implementation(register_attention("heads:standard*3", name="three_heads"))
+    with pytest.raises(ConfigError, match="a layout for each of 3 key heads, and the layer has 4"):
+        model(ids())
+    with pytest.raises(ConfigError, match="must be even"):
+        register_attention("heads:standard/mlr:5|3", name="odd_heads", context_length=32)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("split", ["low_far", "interleaved"])
+def test_a_registered_attention_is_that_of_a_structurized_model(split) -> None:
+    plain, tokens = llama(), ids()
+    expected = structurize(copy.deepcopy(plain), MIXED, rotary_split=split)
+    plain.set_attn_implementation(register_attention(MIXED, name=f"heads_{split}", rotary_split=split))
+    mask = torch.ones_like(tokens)
+    mask[0, :7] = 0
+    assert_close(plain(tokens).logits, expected(tokens).logits)
+    assert_close(plain(tokens, attention_mask=mask).logits[:, 7:], expected(tokens, attention_mask=mask).logits[:, 7:])
+    options = {"max_new_tokens": 12, "do_sample": False}
+    text = plain.generate(tokens[:, :20], use_cache=False, **options)
+    assert torch.equal(plain.generate(tokens[:, :20], past_key_values=level_cache(plain), **options), text)
+    assert torch.equal(expected.generate(tokens[:, :20], **options), text)
+
+
+@torch.no_grad()
+def test_blocks_of_a_registered_attention_follow_the_context_of_the_model() -> None:
+    plain, tokens = llama(), ids()
+    expected = structurize(copy.deepcopy(plain), "heads:standard*2/mlr:4|4*2")
+    plain.set_attn_implementation(register_attention("heads:standard*2/mlr:4|4*2", name="heads_context"))
+    assert_close(plain(tokens).logits, expected(tokens).logits)
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from structattn.cache import native_decode
 from structattn.errors import CacheError, ConfigError
 from structattn.integrations.transformers import level_cache, register_attention, structurize
 from structattn.integrations.transformers.attention.next_token import KnownCall
-from structattn.integrations.transformers.structurize.modules import HeadOrders
+from structattn.layers.head_orders import HeadOrders
 from structattn.testing.tolerances import assert_close
 
 pytestmark = pytest.mark.usefixtures("built")

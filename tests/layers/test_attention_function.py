@@ -15,6 +15,7 @@ from structattn.errors import ConfigError, ShapeError, StructAttnError
 from structattn.testing.tolerances import assert_close
 
 LAYOUT = sa.LevelLayout((4, 2, 2), (8, 4, 2))
+HEADS = sa.HeadLayouts([sa.LevelLayout.sliding((8,), (3,), sink_tokens=1), LAYOUT])
 
 
 def tensors(batch=2, heads=4, groups=4, queries=7, keys=7, dim=8):
@@ -61,7 +62,7 @@ def test_without_a_layout_it_is_pytorchs_function(sizes) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", [None, LAYOUT, sa.GlobalWindowLayout((5, 3), 3)], ids=["plain", "levels", "global-window"]
+    "layout", [None, LAYOUT, sa.GlobalWindowLayout((5, 3), 3), HEADS], ids=["plain", "levels", "global-window", "heads"]
 )
 def test_every_tensor_layout_is_the_op(layout) -> None:
     leaves = tensors(groups=2)
@@ -126,9 +127,26 @@ def test_it_is_a_value(make) -> None:
     assert sa.attention_function(sa.parse_spec("mlr:4|4"), context_length=64).layout == attend.layout
 
 
+def test_a_spec_of_heads() -> None:
+    q, k, v = (x.detach() for x in tensors(groups=2, queries=20, keys=20))
+    near = sa.LevelLayout.sliding((8,), (5,), sink_tokens=2)
+    windows = sa.attention_function("heads:standard/window:5,sink_tokens=2")  # of any head dimension
+    expected = sa.structured_attention(q, k, v, sa.HeadLayouts([None, near]))
+    for attend in (windows, sa.attention_function(sa.parse_spec("heads:standard/window:5,sink_tokens=2"))):
+        assert_close(attend(q, k, v, is_causal=True, enable_gqa=True), expected)
+    again = pickle.loads(pickle.dumps(windows))
+    assert (again, hash(again), repr(again)) == (windows, hash(windows), repr(windows))
+    levels = sa.attention_function("heads:window:5,sink_tokens=2/mlr:4|4", context_length=16, rotary="adjacent")
+    assert levels.layout == sa.HeadLayouts([near, sa.LevelLayout((4, 4), (16, 8))])
+    assert levels != sa.attention_function("heads:window:5,sink_tokens=2/mlr:4|4", context_length=16)
+    with pytest.raises(ShapeError, match="keys and values need 2 heads, one for each of the layouts, got 4"):
+        windows(*tensors(), is_causal=True)
+
+
 @pytest.mark.full
-def test_it_compiles_without_a_graph_break() -> None:
-    attend = sa.attention_function(LAYOUT, rotary="halves", tensor_layout="BTHD")
+@pytest.mark.parametrize("layout", [LAYOUT, HEADS, "heads:standard/window:5,sink_tokens=2"], ids=str)
+def test_it_compiles_without_a_graph_break(layout) -> None:
+    attend = sa.attention_function(layout, rotary="halves", tensor_layout="BTHD")
     x = torch.randn(1, 40, 2, 8)
     mask = torch.rand(40, 40) < 0.8
 
@@ -178,6 +196,10 @@ def test_what_pytorch_refuses_is_refused_in_words(changes, error, message) -> No
         ("mlr:4", {"context_length": 0}, "context_length"),
         (sa.GlobalWindowLayout((4, 4), 3), {"window": 3}, "own window"),
         (3, {}, "layout must be"),
+        ("heads:standard/mlr:4|4", {}, "context_length=1024"),
+        ("heads:bilinear-btt:1", {}, "must be a layout or a window alone"),
+        (sa.HeadLayouts([None, sa.GlobalWindowLayout((4, 4), 3)]), {"window": 3}, "own window"),
+        (sa.HeadLayouts([None, sa.LevelLayout((5, 3), (8, 4))]), {"rotary": "halves"}, "must be even"),
         (LAYOUT, {"tensor_layout": "BDHT"}, "BHTD"),
         (LAYOUT, {"backend": "fast"}, "backend"),
         (LAYOUT, {"rotary": "half"}, "halves:64"),
@@ -223,6 +245,11 @@ def test_levels_of_rotated_tensors_know_distances_only(rotary, split) -> None:
     if pairing == "halves":  # neighbours are in one level in any order
         unordered = sa.attention_function(layout)
         assert float((out(unordered, 5) - out(unordered, 0)).abs().max()) > 1e-3
+    by_heads = sa.attention_function(sa.HeadLayouts([None, layout] * 2), rotary=rotary, rotary_split=split)
+    assert_close(out(by_heads, 5), out(by_heads, 0))
+    plain = sa.attention_function(None)
+    for head, whole in enumerate([plain, attend] * 2):
+        assert_close(out(by_heads, 0)[:, head], out(whole, 0)[:, head])
     order = sa.rotary_order(layout, rotary, split)
     assert sorted(order) == list(range(8))
     expected = sa.structured_attention(q[..., order], k[..., order], v, layout)

@@ -16,24 +16,27 @@ from structattn import text_forms
 from structattn.checks import MAX_LENGTH, check_bool, check_choice, check_size, check_tensor, check_type, holds, quoted
 from structattn.errors import ConfigError, ShapeError
 from structattn.layers.attention_spec import AttentionSpec
+from structattn.layers.head_orders import HeadOrders, orders_of_heads
 from structattn.layers.rotary_order import (
+    UNCHANGED,
     RotarySplit,
     Rotation,
-    Runs,
+    RunOrder,
     check_split,
     dimension_order,
-    reordered,
     rotation_of,
     runs_of,
 )
 from structattn.layers.scoring import Standard
-from structattn.layout.global_window import GlobalWindowLayout, Layout
+from structattn.layout.global_window import GlobalWindowLayout
 from structattn.layout.halving import Halving
+from structattn.layout.heads import AnyLayout, HeadLayouts
 from structattn.layout.levels import LevelLayout
 from structattn.layout.sink_window import SinkWindow
 from structattn.layout.text import TextLayout
 from structattn.ops import Backend, structured_attention
 from structattn.ops.backends import NAMED
+from structattn.ops.by_heads import check_key_heads
 
 TensorLayout = Literal["BHTD", "BTHD", "THD"]
 
@@ -47,7 +50,8 @@ class AttentionFunction:
     compiled and exported.
 
     Attributes:
-        layout: ``LevelLayout``, ``GlobalWindowLayout``, ``SinkWindow`` or ``None``, plain attention.
+        layout: ``LevelLayout``, ``GlobalWindowLayout``, ``SinkWindow``, ``None``, plain attention, or
+            ``HeadLayouts``, one for each key head; or the spec of heads whose dimension follows from a call.
         window: as of ``structured_attention``.
         rotary: which dimensions of queries and keys the caller rotates together; ``None`` leaves their order.
         rotary_split: which level gets which rotary pairs.
@@ -55,29 +59,36 @@ class AttentionFunction:
         backend: as of ``structured_attention``.
     """
 
-    layout: Layout | SinkWindow | None = None
+    layout: AnyLayout | SinkWindow | AttentionSpec | None = None
     window: int | None = None
     rotary: Rotation | None = None
     rotary_split: RotarySplit = "low_far"
     tensor_layout: TensorLayout = "BHTD"
     backend: Backend = "auto"
-    _runs: Runs = field(init=False, compare=False)
+    _order: RunOrder | HeadOrders = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        kinds = Layout | SinkWindow | None
-        check_type("layout", self.layout, kinds, "a LevelLayout, a GlobalWindowLayout, a SinkWindow or None")
+        kinds = AnyLayout | SinkWindow | AttentionSpec | None
+        named = "a LevelLayout, a GlobalWindowLayout, HeadLayouts, a SinkWindow or None"
+        check_type("layout", self.layout, kinds, named)
+        if isinstance(self.layout, AttentionSpec) and self.layout.heads is None:
+            raise ConfigError(f"layout must be {named}, got a spec of all heads: attention_function takes specs")
         if self.window is not None:
             check_size("window", self.window, MAX_LENGTH)
-            if isinstance(self.layout, GlobalWindowLayout):
+            layouts = self.layout.layouts if isinstance(self.layout, HeadLayouts) else (self.layout,)
+            if any(isinstance(layout, GlobalWindowLayout) for layout in layouts):
                 raise ConfigError("a global-window layout has its own window: leave window at None")
         check_type("rotary", self.rotary, Rotation | None, "a Rotation or None", "attention_function takes text")
         check_split(self.rotary_split)
         check_choice("tensor_layout", self.tensor_layout, get_args(TensorLayout))
         check_choice("backend", self.backend, NAMED)
-        runs: Runs = ()
+        order: RunOrder | HeadOrders = UNCHANGED
         if self.rotary is not None and isinstance(self.layout, LevelLayout | GlobalWindowLayout):
-            runs = runs_of(dimension_order(self.layout.ranks, self.rotary_split, self.rotary))
-        object.__setattr__(self, "_runs", runs)
+            order = RunOrder(runs_of(dimension_order(self.layout.ranks, self.rotary_split, self.rotary)))
+        elif self.rotary is not None and isinstance(self.layout, HeadLayouts):
+            orders = orders_of_heads(self.layout, self.rotary_split, self.rotary)
+            order = HeadOrders(orders) if orders else UNCHANGED
+        object.__setattr__(self, "_order", order)
 
     def __repr__(self) -> str:
         shown = [x for x in dataclasses.fields(self) if x.init and getattr(self, x.name) != x.default]
@@ -146,15 +157,18 @@ class AttentionFunction:
             attn_mask = attn_mask[:, None]
         if not enable_gqa and k.shape[1] not in (1, q.shape[1]):
             raise ShapeError(f"query has {q.shape[1]} heads and key {k.shape[1]}: give enable_gqa=True to share them")
-        if self._runs and q.shape[3] == k.shape[3] == getattr(self.layout, "head_dim", None):
-            q, k = reordered(q, self._runs), reordered(k, self._runs)
+        layout = self._layout_of(q.shape[3])
+        if isinstance(layout, HeadLayouts):
+            check_key_heads(layout, k, v)
+        if self._order != UNCHANGED and q.shape[3] == k.shape[3] == getattr(layout, "head_dim", None):
+            q, k = self._order(q), self._order(k)
         if is_causal and cu_seqlens is None and not holds(q.shape[2] == k.shape[2]):
             k, v, attn_mask = _from_the_first_key(q, k, v)
         out = structured_attention(
             q,
             k,
             v,
-            self.layout.resolve(q.shape[3]) if isinstance(self.layout, SinkWindow) else self.layout,
+            layout,
             is_causal=is_causal,
             scale=scale,
             window=self.window,
@@ -167,6 +181,12 @@ class AttentionFunction:
         if self.tensor_layout == "BHTD":
             return out if has_heads else out[:, 0]
         return out.transpose(1, 2).contiguous() if self.tensor_layout == "BTHD" else out[0].transpose(0, 1).contiguous()
+
+    def _layout_of(self, head_dim: int) -> AnyLayout | None:
+        """The layout of heads of that dimension."""
+        if isinstance(self.layout, SinkWindow):
+            return self.layout.resolve(head_dim)
+        return _layout_of_heads(self.layout, 1, head_dim) if isinstance(self.layout, AttentionSpec) else self.layout
 
     def _check(self, name: str, x: Any, query: Tensor) -> None:
         check_tensor(name, x)
@@ -198,7 +218,7 @@ def _from_the_first_key(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
 
 
 def attention_function(
-    layout: Layout | AttentionSpec | str | tuple[int, ...] | list[int] | None,
+    layout: AnyLayout | AttentionSpec | str | tuple[int, ...] | list[int] | None,
     *,
     context_length: int | None = None,
     window: int | None = None,
@@ -210,9 +230,10 @@ def attention_function(
     """Structured attention to put where code calls ``torch.nn.functional.scaled_dot_product_attention``.
 
     Args:
-        layout: a layout; or a spec such as ``"mlr:32|16|8|8"``, of a layout and a window only; or the ranks
-            of a layout of halved blocks, ``(32, 16, 8, 8)``; ``None`` is plain attention. Ranks sum to the
-            head dimension.
+        layout: a layout, or ``HeadLayouts``, one for each key head; or a spec such as ``"mlr:32|16|8|8"`` or
+            ``"heads:standard*2/window:252,sink_tokens=4*6"``, of layouts and windows only; or the ranks of a
+            layout of halved blocks, ``(32, 16, 8, 8)``; ``None`` is plain attention. Ranks sum to the head
+            dimension.
         context_length: length in positions from which blocks are halved, which specs and ranks need.
         window: sliding window in positions, as of ``structured_attention``.
         rotary: which dimensions the code that calls it rotates together: ``"halves"``, ``"adjacent"``, or
@@ -249,25 +270,35 @@ def attention_function(
                 f"give the window in the spec, 'mlr:4|4+window:{window}', or a layout and window={window}"
             )
         window = spec.window
-        resolved: Layout | SinkWindow | None
-        resolved = spec.layout.resolve(_length(context_length)) if isinstance(spec.layout, Halving) else spec.layout
+        resolved: AnyLayout | SinkWindow | AttentionSpec | None
+        length = _length(context_length) if spec.halves_blocks else 1
+        if spec.heads is not None:
+            has_ranks = any(isinstance(head.layout, LevelLayout | Halving | GlobalWindowLayout) for head in spec.heads)
+            resolved = _layout_of_heads(spec, length) if has_ranks else spec
+        else:
+            resolved = spec.layout.resolve(length) if isinstance(spec.layout, Halving) else spec.layout
     elif isinstance(layout, tuple | list):
         resolved = LevelLayout.halving(layout, _length(context_length))
     else:
         if context_length is not None:
             raise ConfigError("context_length is for specs and ranks: a layout has its block sizes")
-        check_type("layout", layout, Layout | None, "a layout, a spec, ranks or None")
+        check_type("layout", layout, AnyLayout | None, "a layout, a spec, ranks or None")
         resolved = layout
+    head_dim = resolved.head_dim if isinstance(resolved, AnyLayout) else None
     return AttentionFunction(
         layout=resolved,
         window=window,
-        rotary=None
-        if rotary is None or isinstance(resolved, SinkWindow | None)
-        else rotation_of(rotary, resolved.head_dim),
+        rotary=None if rotary is None or head_dim is None else rotation_of(rotary, head_dim),
         rotary_split=rotary_split,
         tensor_layout=tensor_layout,
         backend=backend,
     )
+
+
+def _layout_of_heads(spec: AttentionSpec, context_length: int, head_dim: int | None = None) -> HeadLayouts:
+    layout = spec.layout_for(context_length, head_dim)
+    assert isinstance(layout, HeadLayouts)
+    return layout
 
 
 def _length(context_length: int | None) -> int:

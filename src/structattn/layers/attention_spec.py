@@ -92,6 +92,11 @@ class AttentionSpec:
                 raise ConfigError(f"the spec of head {head}, {spec}, has {what}: give a layout of blocks or a window")
         object.__setattr__(self, "heads", tuple(self.heads))
 
+    @property
+    def halves_blocks(self) -> bool:
+        """Whether there are blocks whose sizes follow from a context length."""
+        return any(isinstance(spec.layout, Halving) for spec in self.heads or (self,))
+
     def layout_for(
         self, context_length: int, feature_dim: int | None = None
     ) -> LevelLayout | GlobalWindowLayout | HeadLayouts | TextLayout | None:

@@ -31,6 +31,7 @@ from structattn.integrations.transformers.masks.structured_mask import Sequences
 from structattn.integrations.transformers.variant import Variant, trained_spec
 from structattn.layers.attention_spec import AttentionSpec
 from structattn.layers.checks import check_fits
+from structattn.layers.head_orders import HeadOrders, orders_of_heads, ranks_of_heads
 from structattn.layers.rotary_order import (
     UNCHANGED,
     RotarySplit,
@@ -41,8 +42,7 @@ from structattn.layers.rotary_order import (
     level_pairs,
     runs_of,
 )
-from structattn.layout.halving import Halving
-from structattn.layout.heads import HeadLayouts
+from structattn.layout.heads import AnyLayout, HeadLayouts
 from structattn.layout.sink_window import SinkWindow
 from structattn.ops import Backend
 
@@ -233,13 +233,13 @@ class RegisteredAttention:
     context_length: int | None
     rotary_split: RotarySplit | None
     backend: Backend
-    _orders: dict[Rotation, RunOrder] = field(default_factory=dict, compare=False, repr=False)
+    _orders: dict[Rotation, RunOrder | HeadOrders] = field(default_factory=dict, compare=False, repr=False)
     _variants: dict[tuple[int | None, int], Variant] = field(default_factory=dict, compare=False, repr=False)
 
     def variant(self, module: nn.Module, head_dim: int) -> Variant:
         """The variant for a layer of a model."""
         length = self.context_length
-        if length is None and isinstance(self.spec.layout, Halving):
+        if length is None and self.spec.halves_blocks:
             length = getattr(getattr(module, "config", None), "max_position_embeddings", None)
             if length is None:
                 raise ConfigError(
@@ -252,14 +252,16 @@ class RegisteredAttention:
                 self._variants[length, head_dim] = variant
         return variant
 
-    def _order(self, module: nn.Module, head_dim: int) -> RunOrder:
+    def _order(self, module: nn.Module, layout: AnyLayout | None, head_dim: int) -> RunOrder | HeadOrders:
         """The dimensions of a layer in the order of the levels."""
-        layout = self.spec.layout
-        if self.rotary_split is None or layout is None or isinstance(layout, SinkWindow) or len(layout.ranks) == 1:
+        if self.rotary_split is None or layout is None or not _has_levels(layout):
             return UNCHANGED
         rotation = read_rotation(module, head_dim) or Rotation("halves", head_dim)
         if (order := self._orders.get(rotation)) is None:
-            order = RunOrder(runs_of(dimension_order(layout.ranks, self.rotary_split, rotation)))
+            if isinstance(layout, HeadLayouts):
+                order = HeadOrders(orders_of_heads(layout, self.rotary_split, rotation))
+            else:
+                order = RunOrder(runs_of(dimension_order(layout.ranks, self.rotary_split, rotation)))
             if not torch.compiler.is_compiling():
                 self._orders[rotation] = order
         return order
@@ -278,11 +280,21 @@ class RegisteredAttention:
         """See ``attend``."""
         variant = self.variant(module, query.shape[-1])
         check_fits(variant.layout, query.shape[-1], query.shape[-1])
-        order = self._order(module, query.shape[-1])
+        if isinstance(variant.layout, HeadLayouts):
+            states = key.states if isinstance(key, PendingStates) else key
+            variant.layout.check_heads(states.shape[1])
+        order = self._order(module, variant.layout, query.shape[-1])
         attention = attend if division_of(module) is None else attend_shard
         return attention(
             AttentionCall(module, variant, order, query, key, value, attention_mask, dropout, scaling, kwargs)
         )
+
+
+def _has_levels(layout: AnyLayout) -> bool:
+    """Whether several levels share the dimensions of a head."""
+    if isinstance(layout, HeadLayouts):
+        return bool(ranks_of_heads(layout))
+    return len(layout.ranks) > 1
 
 
 def register_attention(
@@ -304,7 +316,8 @@ def register_attention(
     no score.
 
     Args:
-        spec: a layout and a window, such as ``"mlr:32|16|16"``; a bilinear scoring would need other weights.
+        spec: a layout and a window, such as ``"mlr:32|16|16"``, or one for each key head, as
+            ``"heads:standard/window:252,sink_tokens=4*7"``; a bilinear scoring would need other weights.
         name: of the implementation. Registering another variant under the same name is an error.
         context_length: length in positions from which blocks are halved. Default: the
             ``max_position_embeddings`` of the model that calls.
@@ -320,13 +333,12 @@ def register_attention(
             taken or means something else to transformers.
     """
     value = trained_spec(spec)
-    if value.heads is not None:
-        raise ConfigError(f"a spec for each key head fits one model: give structurize(model, {str(value)!r})")
     check_choice("backend", backend, get_args(Backend))
     if rotary_split is not None:
         check_split(rotary_split)
-        if value.layout is not None and not isinstance(value.layout, SinkWindow):
-            level_pairs(value.layout.ranks, rotary_split)  # checks the ranks
+        for one in value.heads or (value,):
+            if one.layout is not None and not isinstance(one.layout, SinkWindow):
+                level_pairs(one.layout.ranks, rotary_split)  # checks the ranks
     if context_length is not None:
         value.layout_for(context_length, 1)  # checks the length too
     if not isinstance(name, str) or not name.isidentifier() or "flash" in name or "paged" in name:

@@ -5,7 +5,6 @@ compressed cache.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -24,6 +23,7 @@ from structattn.integrations.transformers.attention.registration import register
 from structattn.integrations.transformers.caches.model_cache import given_packed_cache, level_cache_layer, of_decoder
 from structattn.integrations.transformers.masks.mask_functions import structured_mask
 from structattn.integrations.transformers.variant import Variant
+from structattn.layers.head_orders import HeadOrders, orders_of_heads, ranks_of_heads
 from structattn.layers.rotary_order import (
     RotarySplit,
     Rotation,
@@ -99,68 +99,24 @@ def _orders_of_heads(
     layout: HeadLayouts, split: RotarySplit | tuple[tuple[int, ...], ...], rotation: Rotation
 ) -> tuple[tuple[int, ...], ...]:
     """The order of the dimensions of each key head; empty where all stay where they are."""
-    if layout.head_dim is None:
+    if not isinstance(split, tuple):
+        return orders_of_heads(layout, split, rotation)
+    ranks = ranks_of_heads(layout)
+    if not ranks:
         return ()
-    ranks = [(layout.head_dim,) if of_head is None else of_head.ranks for of_head in layout.layouts]
-    if all(len(of_head) == 1 for of_head in ranks):
-        return ()
-    if isinstance(split, tuple):
-        layout.check_heads(len(split))
-        return tuple(
-            tuple(range(layout.head_dim))
-            if len(of_head) == 1
-            else dimensions_of(_cut(pairs, even_ranks(of_head)), rotation, layout.head_dim)
-            for of_head, pairs in zip(ranks, split, strict=True)
-        )
-    return tuple(dimension_order(of_head, split, rotation) for of_head in ranks)
+    layout.check_heads(len(split))
+    return tuple(
+        tuple(range(sum(of_head)))
+        if len(of_head) == 1
+        else dimensions_of(_cut(pairs, even_ranks(of_head)), rotation, sum(of_head))
+        for of_head, pairs in zip(ranks, split, strict=True)
+    )
 
 
 def _cut(pairs: tuple[int, ...], sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Pairs as one piece of each size."""
     ends = list(accumulate(sizes))
     return [pairs[end - size : end] for size, end in zip(sizes, ends, strict=True)]
-
-
-class HeadOrders:
-    """Puts dimensions in an order of each key head; the query heads of a group have that of its keys.
-
-    Args:
-        orders: the dimension of the head at each position, for each key head.
-    """
-
-    def __init__(self, orders: tuple[tuple[int, ...], ...]) -> None:
-        self.orders = orders
-        self._by_device: dict[torch.device, Tensor] = {}
-
-    @cached_property
-    def index(self) -> Tensor:
-        """See ``Reorder``."""
-        with torch.inference_mode(False):
-            return torch.tensor(self.orders, device="cpu")
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Queries or keys, (B, H or G, T, D).
-
-        Raises:
-            ConfigError: there are other heads than in the orders, as with tensor parallelism.
-        """
-        index = self._by_device.get(x.device)
-        if index is None:
-            index = torch.tensor(self.orders, device=x.device)
-            if not torch.compiler.is_compiling():  # a compiled program cannot keep objects for later calls
-                self._by_device[x.device] = index
-        if x.shape[1] % len(self.orders):
-            raise ConfigError(
-                f"the calibrated order of dimensions is of {len(self.orders)} key heads, and this call has "
-                f"{x.shape[1]}: tensor parallelism, which "
-                "splits heads, needs rotary_split='low_far' or 'interleaved'"
-            )
-        index = index.repeat_interleave(x.shape[1] // len(self.orders), dim=0)
-        return x.gather(-1, index[None, :, None, :].expand(x.shape[0], -1, x.shape[2], -1))
-
-    def of_heads(self, first: int, end: int) -> HeadOrders:
-        """See ``Reorder``."""
-        return HeadOrders(self.orders[first:end])
 
 
 class StructuredAttention(NumberedLayer):

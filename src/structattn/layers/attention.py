@@ -78,9 +78,6 @@ class Attention(AttentionLayer, NumberedLayer):
     Cost: see ``cost``. Source: Kuang et al. 2025, sections 3 to 5.
     """
 
-    # Of the key heads of this process, where a tensor parallel plan divides heads with layouts of their own.
-    layout_here: HeadLayouts | None = None
-
     def __init__(
         self,
         embed_dim: int,
@@ -123,6 +120,8 @@ class Attention(AttentionLayer, NumberedLayer):
         super().__init__(embed_dim, num_heads, num_kv_heads)
         self.set_number()
         self.layout = layout
+        # Of the key heads of this process, where a tensor parallel plan divides heads with several layouts.
+        self.layout_here: HeadLayouts | None = None
         self.window = window
         self.is_causal = is_causal
         self.dropout = dropout
@@ -345,12 +344,8 @@ class Attention(AttentionLayer, NumberedLayer):
 
     @property
     def _cached_layout(self) -> AnyLayout | TextLayout | None:
-        """The layout of the caches of the module: of the key heads of this process."""
-        return self.layout if self.layout_here is None else self.layout_here
-
-    def check_cache(self, cache: object) -> None:
         """See ``AttentionLayer``."""
-        checks.check_cache(cache, self, self._cached_layout, self.window)
+        return self.layout if self.layout_here is None else self.layout_here
 
     def _decode(self, x: Tensor, cache: LayerCache, layout: LevelLayout | None, mask: Tensor | None) -> Tensor:
         """The next tokens against a cache."""

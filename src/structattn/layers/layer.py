@@ -244,7 +244,12 @@ class AttentionLayer(nn.Module):
         """
         if not self.has_cache:
             raise self._without_cache()
-        check_cache(cache, self, self.layout, self.window)
+        check_cache(cache, self, self._cached_layout, self.window)
+
+    @property
+    def _cached_layout(self) -> AnyLayout | TextLayout | None:
+        """The layout of the caches of the layer: of the key heads of this process."""
+        return self.layout
 
     def _without_cache(self) -> ConfigError:
         return ConfigError(

@@ -34,8 +34,12 @@ SEEDS = [pytest.param(seed, marks=[] if seed in QUICK else pytest.mark.full) for
 class OneByOne:
     """A cache for each key head, all changed alike: what ``LevelCache(HeadLayouts(...))`` has to be."""
 
-    def __init__(self, layout: sa.HeadLayouts, **options) -> None:
-        self.caches = [sa.LevelCache(of_head, **options) for of_head in layout.layouts]
+    def __init__(self, layout: sa.HeadLayouts, storage=None, **options) -> None:
+        storages = storage if isinstance(storage, list) else [storage] * layout.num_heads
+        self.caches = [
+            sa.LevelCache(of_head, storage=bits, **options)
+            for of_head, bits in zip(layout.layouts, storages, strict=True)
+        ]
 
     def __getattr__(self, name: str):
         return lambda *arguments: [getattr(cache, name)(*arguments) for cache in self.caches]
@@ -60,13 +64,19 @@ def run(seed: int, folder: Path) -> None:
     torch.manual_seed(seed)
     storage = draw.choice(STORAGES)
     layout = sa.HeadLayouts([draw.choice(LAYOUTS) for _ in range(draw.randint(1, 4))])
+    if draw.random() < 0.4:
+        storage = [draw.choice(STORAGES) for _ in layout.layouts]
+    is_one_layout = draw.random() < 0.2
+    if is_one_layout:
+        layout = sa.HeadLayouts([layout.layouts[0]] * layout.num_heads)
     batch, per_head = draw.randint(1, 3), draw.randint(1, 2)
     options = {"page_size": draw.choice([4, 1024]), "storage": storage}
     if draw.random() < 0.4:
         options["left_padding"] = [draw.randint(0, 4) for _ in range(batch)]
     if draw.random() < 0.3:
         options["max_length"] = 70
-    cache, expected = sa.LevelCache(layout, **options), OneByOne(layout, **options)
+    given = layout.layouts[0] if is_one_layout and isinstance(storage, list) else layout
+    cache, expected = sa.LevelCache(given, **options), OneByOne(layout, **options)
     length = 0
     for _ in range(14):
         kind = draw.choice(["attend", "step", "step", "step", "crop", "undo", "rows", "copy", "file", "weights"])

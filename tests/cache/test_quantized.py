@@ -15,7 +15,7 @@ import structattn as sa
 from structattn.cache import native_decode
 from structattn.cache.levels import softmaxes_of, value_levels
 from structattn.cache.storage.quantize import packed, quantized, unpacked
-from structattn.errors import CacheError, CheckpointError, ConfigError
+from structattn.errors import CacheError, CheckpointError, ConfigError, ShapeError
 from structattn.testing.tolerances import assert_close
 
 QUICK = {0, 1, 2, 5, 6, 7, 8, 9, 10}  # programs of few tokens
@@ -267,6 +267,41 @@ def test_a_rejected_token_leaves_no_trace() -> None:
     assert all(torch.equal(one[name][:, :, :7], other[name][:, :, :7]) for name in one if name.startswith("group"))
 
 
+@pytest.mark.parametrize("layout", [None, sa.LevelLayout.sliding((3, 2), (None, 30), sink_tokens=3)], ids=str)
+@torch.no_grad()
+def test_heads_in_bits_of_their_own(layout, tmp_path: Path, built) -> None:
+    torch.manual_seed(0)
+    bits = [sa.Storage((4, 8) if layout else 4, 8, 4, 6), None, sa.Storage(8, 4, 2, 0), sa.Storage(8, 4, 2, 0)]
+    q, k, v = (torch.randn(2, heads, 71, 5, dtype=torch.float64) for heads in (8, 4, 4))
+    expected = []
+    levels = softmaxes_of(layout, None, 5)[0].levels
+    for at in range(71):
+        of_heads = []
+        for head, storage in enumerate(bits):
+            x, y = k[:, head : head + 1, : at + 1], v[:, head : head + 1, : at + 1]
+            if storage is not None:
+                of_both = (
+                    (x, levels, storage.bits("key_bits", len(levels)), False),
+                    (y, value_levels(softmaxes_of(layout, None, 5), layout, 5), storage.bits("value_bits", 1), True),
+                )
+                sinks = layout.sink_tokens if layout else 0
+                x, y = (seen(z, of, to, storage, at, sinks, per_token=each) for z, of, to, each in of_both)
+            query = q[:, 2 * head : 2 * head + 2, at : at + 1]
+            of_heads.append(sa.structured_attention(query, x, y, layout, backend="reference"))
+        expected.append(torch.cat(of_heads, 1))
+    cache = sa.LevelCache(layout, storage=bits)
+    found = [cache.attend(*(x[:, :, a:b] for x in (q, k, v))) for a, b in ((0, 33), (33, 40), (40, 41))]
+    cache.save(tmp_path / "cache")
+    cache = sa.LevelCache.load(tmp_path / "cache")
+    assert cache.storage == tuple(bits)
+    found += [cache.attend(*(x[:, :, at : at + 1] for x in (q, k, v))) for at in range(41, 71)]
+    assert_close(torch.cat(found, 2), torch.cat(expected, 2))
+    alone = [sa.LevelCache(layout, storage=storage) for storage in bits]
+    for head, one in enumerate(alone):
+        one.append(k[:, head : head + 1], v[:, head : head + 1])
+    assert cache.nbytes == sum(one.nbytes for one in alone)
+
+
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="key_bits must be 16, 8 or 4, or a tuple of them .*, got 5"):
         sa.Storage(5)
@@ -278,6 +313,23 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         sa.LevelCache(sa.LevelLayout.from_boundaries((4, 4), ((0,), (0, 9))), storage=sa.Storage())
     with pytest.raises(ConfigError, match="storage must be a Storage"):
         sa.LevelCache(storage=4)  # type: ignore[arg-type]
+    heads = sa.HeadLayouts([None] * 3)
+    for storage, message in (
+        ([], "storage needs an entry for each key head, got none"),
+        ([None, 4], "the storage of key head 1 must be a Storage or None"),
+        ([None, sa.Storage()], "there is a storage for each of 2 key heads, and the layer has 3: give one for each"),
+        ([None, sa.Storage((4, 8)), None], "key_bits needs one entry per level: expected 1, got 2"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            sa.LevelCache(heads, storage=storage)
+    cache = sa.LevelCache(storage=[None, sa.Storage()])
+    with pytest.raises(ConfigError, match="a storage for each of 2 key heads, and the layer has 3"):
+        cache.append(*torch.randn(2, 1, 3, 9, 8))
+    with pytest.raises(ShapeError, match="keys and values need 2 heads, .* got 2 and 1"):
+        cache.append(torch.randn(1, 2, 9, 8), torch.randn(1, 1, 9, 8))
+    layer = sa.Attention(16, 2, scoring=sa.scoring.BTT())
+    with pytest.raises(ConfigError, match="stores them as they are"):
+        sa.LevelCache(storage=[None, None], latent=layer.latent)
     x = torch.randn(1, 1, 9, 8)
     cache = sa.LevelCache(sa.LevelLayout((4, 4), (1200, 600)), storage=sa.Storage(group_size=64))
     with pytest.raises(ConfigError, match="group_size must divide the blocks of each level: expected a divisor of 600"):

@@ -9,7 +9,14 @@ from transformers import AttentionInterface
 
 import structattn as sa
 from structattn.errors import ConfigError
-from structattn.integrations.transformers import level_cache, load_structurized, register_attention, structurize
+from structattn.integrations.transformers import (
+    StructAttnConfig,
+    StructAttnForCausalLM,
+    level_cache,
+    load_structurized,
+    register_attention,
+    structurize,
+)
 from structattn.testing.tolerances import assert_close
 
 STORAGE = sa.Storage(key_bits=8, value_bits=4, group_size=4, residual=6)
@@ -90,11 +97,74 @@ def test_the_storage_of_a_model_is_saved_with_it(tmp_path) -> None:
         assert torch.equal(found.sequences, exact.generate(tokens, past_key_values=cache, **options).sequences)
         assert level_cache(each).layers[0].storage == STORAGE
     model.config.structattn["storage"] = {"bits": 4}
-    with pytest.raises(ConfigError, match=r"config.structattn\['storage'\] needs key_bits, "):
+    with pytest.raises(
+        ConfigError, match=r"config.structattn\['storage'\] is no storage: a storage has the fields key_bits, "
+    ):
         level_cache(model)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("spec", ["standard", "heads:standard*2/window:9,sink_tokens=3*2"])
+def test_layers_and_heads_in_bits_of_their_own(spec, tmp_path) -> None:
+    torch.manual_seed(0)
+    of_layers = [[None, STORAGE, None, STORAGE], STORAGE]
+    plain, tokens = models.llama(num_key_value_heads=4).double().eval(), ids()
+    exact = structurize(copy.deepcopy(plain), spec)
+    model = structurize(plain, spec, storage=of_layers)
+    whole = model(tokens, past_key_values=level_cache(model)).logits
+    assert_close(exact(tokens, past_key_values=level_cache(exact, storage=of_layers)).logits, whole)
+    cache = level_cache(model)
+    assert [layer.storage for layer in cache.layers] == [tuple(of_layers[0]), STORAGE]
+    parts = [
+        model(tokens[:, a:b], past_key_values=cache).logits
+        for a, b in [(0, 17), (17, 40), *((n, n + 1) for n in range(40, 50))]
+    ]
+    assert_close(torch.cat(parts, 1), whole)
+    kept = [level_cache(exact, storage=storage) for storage in (STORAGE, None)]
+    for other in kept:
+        exact(tokens, past_key_values=other)
+    fewest, most = (sum(layer.nbytes for layer in other.layers) for other in kept)
+    assert fewest < sum(layer.nbytes for layer in cache.layers) < most
+    model.save_pretrained(tmp_path)
+    loaded = load_structurized(tmp_path, dtype=torch.float64).eval()
+    assert loaded.config.structattn["storage"] == model.config.structattn["storage"]
+    options = {"max_new_tokens": 15, "do_sample": False}
+    assert torch.equal(loaded.generate(tokens, **options), model.generate(tokens, **options))
+
+
+@torch.no_grad()
+def test_a_model_of_ours_stores_fewer_bits() -> None:
+    torch.manual_seed(0)
+    config = StructAttnConfig(
+        attention="mlr:4|2|2",
+        rotary=str(sa.Rotary()),
+        vocab_size=models.VOCAB,
+        hidden_size=models.DIM,
+        num_attention_heads=4,
+        num_hidden_layers=2,
+        max_position_embeddings=models.CONTEXT,
+    )
+    model, tokens = StructAttnForCausalLM(config).double().eval(), ids()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    for storage in (STORAGE, [None, [None, STORAGE, None, STORAGE]]):
+        cache = level_cache(model, storage=storage)
+        whole = model(tokens, past_key_values=level_cache(model, storage=storage)).logits
+        assert_close(model(tokens[:, :31], past_key_values=cache).logits, whole[:, :31])
+        assert_close(model(tokens[:, 31:], past_key_values=cache).logits, whole[:, 31:])
+        assert bool((whole - model(tokens).logits).abs().max() > 1e-6)
+
+
 def test_a_storage_is_one_of_ours() -> None:
+    model = models.llama(num_key_value_heads=4)
+    for storage, message in (
+        ([STORAGE] * 4, "storage needs one entry or 2, one for each layer, got 4: the entry of a layer may be a list"),
+        ([None, [STORAGE] * 3], "a storage for each of 3 key heads, and the layer has 4"),
+        ([None, [STORAGE, 4, None, None]], "the storage of key head 1 must be a Storage or None"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            structurize(model, "standard", storage=storage)
+
     with pytest.raises(ConfigError, match="storage must be a Storage"):
         level_cache(structurize(models.llama(), "standard"), storage="4 bits")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="storage must be a Storage"):

@@ -31,6 +31,27 @@ def test_cached_is_uncached(rotary) -> None:
 
 
 @torch.no_grad()
+def test_a_model_stores_heads_and_layers_in_bits_of_their_own() -> None:
+    torch.manual_seed(0)
+    model = sa.LanguageModel(50, "[standard,window:20]", embed_dim=32, num_layers=2, num_heads=4, context_length=64)
+    model = model.double().eval()
+    for x in model.parameters():
+        torch.nn.init.normal_(x, std=0.3)
+    bits = sa.Storage(4, 8, group_size=4, residual=5)
+    tokens = torch.randint(50, (2, 60))
+    caches, again = (model.new_cache(storage=[[None, bits, bits, None], bits]) for _ in range(2))
+    assert [cache.storage for cache in caches] == [(None, bits, bits, None), bits]
+    whole = model(tokens, caches=caches)
+    parts = [model(tokens[:, a:b], caches=again) for a, b in ((0, 21), (21, 58), (58, 59), (59, 60))]
+    assert_close(torch.cat(parts, 1), whole)
+    assert float((whole - model(tokens)).abs().max()) > 1e-4
+    with pytest.raises(ConfigError, match="storage needs one entry or 2, one for each layer, got 3"):
+        model.new_cache(storage=[None, bits, None])
+    with pytest.raises(ConfigError, match="a storage for each of 3 key heads, and the layer has 4"):
+        model.new_cache(storage=[[None, bits, bits], None])
+
+
+@torch.no_grad()
 def test_equal_heads_are_one_spec() -> None:
     x = torch.randn(2, 40, 64, dtype=torch.float64)
     for spec in ("window:6,sink_tokens=2", "mlr:8|8@32|8", "standard"):

@@ -209,7 +209,7 @@ def logits_of(mesh: DeviceMesh, path: str, into: str) -> list[float]:
     return out
 
 
-def generated(mesh: DeviceMesh, spec: str, options: dict[str, Any]) -> list[Any]:
+def generated(mesh: DeviceMesh, spec: str, options: dict[str, Any], storage: Any = None) -> list[Any]:
     """What the model and the divided one write, with and without a cache; and the numbers that a process
     keeps.
     """
@@ -218,7 +218,7 @@ def generated(mesh: DeviceMesh, spec: str, options: dict[str, Any]) -> list[Any]
     assert isinstance(parts, sa.LanguageModel)
     prompts = [[1, 2, 3, 4, 5], [6, 7]]
     sampling = sa.Sampling(temperature=2.0)
-    caches = one.new_cache(left_padding=[0, 3]), parts.new_cache(left_padding=[0, 3])
+    caches = [model.new_cache(left_padding=[0, 3], storage=storage) for model in (one, parts)]
     texts = [
         model.generate(prompts, max_new_tokens=12, sampling=sampling, seed=3, caches=cache)
         for model, cache in zip((one, parts), caches, strict=True)

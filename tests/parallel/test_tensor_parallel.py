@@ -136,6 +136,15 @@ def test_a_divided_model_writes_the_same_text(cluster: Cluster, spec: str, optio
             assert 2 * own == whole
 
 
+def test_a_process_stores_its_heads_in_their_bits(cluster: Cluster) -> None:
+    bits = sa.Storage(4, 8, group_size=2, residual=3)
+    for texts, (whole, own) in done(
+        cluster.run(2, divided.generated, "standard", {"rotary": sa.Rotary()}, [[None, bits] * 2, [bits] * 4])
+    ):
+        assert texts[0] == texts[1]
+        assert 2 * own == whole
+
+
 def test_what_a_step_sends(cluster: Cluster) -> None:
     layers = divided.OPTIONS["num_layers"]
     expected = {"all_reduce": 4 * layers + 1 + 2 * layers, "all_gather_into_tensor": 1}

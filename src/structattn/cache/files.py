@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from structattn.cache.contents import OtherLatentError
-from structattn.cache.storage import Storage
+from structattn.cache.storage import storage_data, storage_from
 from structattn.checks import check_device, check_path, describe, quoted
 from structattn.errors import CheckpointError, ConfigError, StructAttnError
 from structattn.layout.global_window import GlobalWindowLayout, Layout
@@ -55,17 +55,7 @@ def _plain(state: dict[str, Any]) -> dict[str, Any]:
     storage = state["storage"]
     if storage is None:
         return {name: value for name, value in state.items() if name not in ("storage", "quantized")}
-    return {**state, "storage": dataclasses.asdict(storage)}
-
-
-def _storage_of(data: object) -> Storage | None:
-    """Raises ``ConfigError`` where it is written otherwise."""
-    if data is None:
-        return None
-    names = [field.name for field in dataclasses.fields(Storage)]
-    if not isinstance(data, dict) or data.keys() != set(names):
-        raise ConfigError(f"a storage has the fields {', '.join(names)}, got {describe(data)}")
-    return Storage(**data)
+    return {**state, "storage": storage_data(storage)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -177,7 +167,7 @@ def load(
         }
         layer_tensors = {name: x if device is None else x.to(device) for name, x in layer_tensors.items()}
         with damaged(path, f"layer {number}"):
-            state = vars(layer) | {"storage": _storage_of(layer.storage)}
+            state = vars(layer) | {"storage": storage_from(layer.storage)}
             layers.append(((state, layer_tensors), _layout_of(layer.layout)))
     text = None
     if record.text is not None:

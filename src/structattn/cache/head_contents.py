@@ -1,4 +1,6 @@
-"""What a cache keeps whose key heads have layouts of their own: the contents of each group of heads."""
+"""What a cache keeps whose key heads have layouts or storages of their own: the contents of each group of
+heads.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,10 @@ from torch import Tensor
 
 from structattn.cache.contents import Contents, TokenShape
 from structattn.cache.levels import Level
-from structattn.cache.storage import LevelStore
+from structattn.cache.storage import LayerStorage, LevelStore, Storage, storage_of_heads
 from structattn.errors import CheckpointError, ShapeError
-from structattn.layout.heads import HeadGroup, HeadLayouts
+from structattn.layout.global_window import Layout
+from structattn.layout.heads import AnyLayout, HeadGroup, HeadLayouts
 from structattn.ops import Backend
 from structattn.ops.by_heads import joined, query_heads, select_heads, terms_of
 from structattn.ops.terms import ScoreTerms
@@ -20,33 +23,44 @@ _NUMBERED = "group "  # begins the names of tensors with quantized numbers
 
 
 class HeadContents:
-    """The contents of heads with several layouts: one ``Contents`` for each group of key heads, which all
-    change together.
+    """The contents of heads with several layouts or storages: one ``Contents`` for each group of key heads,
+    which all change together.
 
     The methods are those of ``Contents``.
 
     Args:
         shape: of the tokens, all heads.
-        layout: one for each key head.
+        layout, storage: one for each key head, or of all.
         **options: as of ``Contents``.
 
     Raises:
         ShapeError: keys and values do not have a head for each layout.
+        ConfigError: there is not a storage for each head.
     """
 
-    def __init__(self, shape: TokenShape, *, layout: HeadLayouts, **options: Any) -> None:
-        if not shape.keys[0] == shape.values[0] == layout.num_heads:
+    def __init__(self, shape: TokenShape, *, layout: AnyLayout | None, storage: LayerStorage, **options: Any) -> None:
+        self.layout = layout
+        self.heads = heads = layout.num_heads if isinstance(layout, HeadLayouts) else shape.keys[0]
+        if not shape.keys[0] == shape.values[0] == heads:
             raise ShapeError(
-                f"keys and values need {layout.num_heads} heads, one for each of the layouts, got {shape.keys[0]} and "
+                f"keys and values need {heads} heads, one for each of the layouts or storages, got {shape.keys[0]} and "
                 f"{shape.values[0]}"
             )
-        self.layout = layout
-        self.heads = shape.keys[0]
+        layouts = layout.layouts if isinstance(layout, HeadLayouts) else (layout,) * heads
+        numbers: dict[tuple[Layout | None, Storage | None], list[int]] = {}
+        for head, kept in enumerate(zip(layouts, storage_of_heads(storage, heads), strict=True)):
+            numbers.setdefault(kept, []).append(head)
         self.parts: list[tuple[HeadGroup, Contents]] = []
-        for group in layout.groups:
-            count = len(group.heads)
+        for (of_heads, bits), group in numbers.items():
+            count = len(group)
             of_group = shape._replace(keys=(count, shape.keys[1]), values=(count, shape.values[1]))
-            self.parts.append((group, Contents(of_group, layout=group.layout, **options)))
+            contents = Contents(of_group, layout=of_heads, storage=bits, **options)
+            self.parts.append((HeadGroup(of_heads, tuple(group)), contents))
+
+    @property
+    def groups(self) -> tuple[HeadGroup, ...]:
+        """The heads of each layout and storage."""
+        return tuple(group for group, _ in self.parts)
 
     @property
     def _each(self) -> Iterator[Contents]:
@@ -112,7 +126,7 @@ class HeadContents:
             contents.attend(query, key, value, terms_of(options, heads), backend)
             for contents, heads, query, key, value in self._of_groups(q, k, v)
         ]
-        return joined(outs, self.layout, q.shape[1] // self.heads)
+        return joined(outs, self, q.shape[1] // self.heads)
 
     def try_step(self, q: Any, k: Any, v: Any, scale: object, order: Tensor | None) -> Tensor | None:
         """As ``Contents.try_step``: all groups take the token, or none."""
@@ -129,7 +143,7 @@ class HeadContents:
                     break
                 outs.append(out)
             if len(outs) == len(self.parts):
-                return joined(outs, self.layout, q.shape[1] // self.heads)
+                return joined(outs, self, q.shape[1] // self.heads)
         except BaseException:
             self._take_back(length)
             raise
@@ -147,19 +161,15 @@ class HeadContents:
             contents.weights(query, key, terms_of(options, heads))
             for contents, heads, query, key, _ in self._of_groups(q, k, k)
         ]
-        return joined(outs, self.layout, q.shape[1] // self.heads)
+        return joined(outs, self, q.shape[1] // self.heads)
 
     def dense_keys(self, k: Tensor) -> Tensor:
         """All keys as a dense tensor, zero where nothing is kept, with the new ones at the end."""
-        return joined(
-            [contents.dense_keys(select_heads(k, group.heads)) for group, contents in self.parts], self.layout
-        )
+        return joined([contents.dense_keys(select_heads(k, group.heads)) for group, contents in self.parts], self)
 
     def dense_values(self, v: Tensor) -> Tensor:
         """As ``dense_keys``, of the values."""
-        return joined(
-            [contents.dense_values(select_heads(v, group.heads)) for group, contents in self.parts], self.layout
-        )
+        return joined([contents.dense_values(select_heads(v, group.heads)) for group, contents in self.parts], self)
 
     def set_mark(self) -> None:
         """Marks the point to which ``undo`` returns."""

@@ -20,7 +20,7 @@ from structattn.cache.head_contents import HeadContents
 from structattn.cache.latent import Latent, alike
 from structattn.cache.numbers import Count, new_number
 from structattn.cache.rows import OneLayerCache
-from structattn.cache.storage import PAGE_SIZE, Storage
+from structattn.cache.storage import PAGE_SIZE, LayerStorage, Storage, checked_storage
 from structattn.cache.tokens import check_layout_of_call, check_options, checked_padding, checked_shape
 from structattn.checks import check_tensor, check_type, describe, is_int
 from structattn.errors import CacheError, CheckpointError, ConfigError, ShapeError
@@ -70,7 +70,8 @@ class LevelCache(OneLayerCache):
         left_padding: (B,) ints, leading tokens of each row that are padding. Default ``None``.
         latent: makes keys from a hidden state that all heads share, which ``attend`` is given in place of
             keys, and which is kept. Default ``None``.
-        storage: in which bits numbers are kept. Default ``None``: as the model makes them.
+        storage: in which bits numbers are kept; a list has one for each key head, ``None`` among them.
+            Default ``None``: as the model makes them.
 
     Attributes:
         layout: where rows have segments of their own, in the order of the rows that there are now.
@@ -101,15 +102,15 @@ class LevelCache(OneLayerCache):
         page_size: int = PAGE_SIZE,
         left_padding: Tensor | Sequence[int] | None = None,
         latent: Latent | None = None,
-        storage: Storage | None = None,
+        storage: Storage | Sequence[Storage | None] | None = None,
     ) -> None:
         sizes = {"window": window, "chunk_size": chunk_size, "max_length": max_length, "page_size": page_size}
-        check_options(layout, latent, storage, **sizes)
+        self.storage: LayerStorage = checked_storage(storage)
+        check_options(layout, latent, self.storage, **sizes)
         self.text = layout if isinstance(layout, TextLayout) else None
         self.layout: AnyLayout | None = layout.bound if isinstance(layout, TextLayout) else layout
         self.window, self.chunk_size = window, chunk_size
         self.max_length, self.page_size, self.latent = max_length, page_size, latent
-        self.storage = storage
         self._set_padding(None if left_padding is None else checked_padding(left_padding))
         self._kept: Contents | HeadContents | None = None  # from the first tokens on
         # the last new tokens; None: not known
@@ -483,7 +484,8 @@ class LevelCache(OneLayerCache):
 
     def _empty(self, shape: TokenShape) -> Contents | HeadContents:
         options = {name: getattr(self, name) for name in _OPTIONS}
-        kind = HeadContents if isinstance(self.layout, HeadLayouts) else Contents
+        has_heads = isinstance(self.layout, HeadLayouts) or isinstance(self.storage, tuple)
+        kind = HeadContents if has_heads else Contents
         return kind(shape, padding=self._padding, **options)
 
     def reset(self) -> None:

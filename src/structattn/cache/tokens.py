@@ -9,7 +9,7 @@ from torch import Tensor
 
 from structattn.cache.contents import TokenShape
 from structattn.cache.latent import Latent
-from structattn.cache.storage import Storage
+from structattn.cache.storage import LayerStorage, Storage, storage_of_heads
 from structattn.checks import MAX_LENGTH, check_int_tensor, check_size, check_tensor, check_type, describe, is_int
 from structattn.errors import ConfigError, ShapeError
 from structattn.layout.global_window import GlobalWindowLayout
@@ -123,22 +123,28 @@ def _check_storage(storage: Storage, layout: Any, latent: Any) -> None:
     storage.bits("value_bits", values)
 
 
-def check_options(layout: Any, latent: Any, storage: Any, **sizes: Any) -> None:
+def check_options(layout: Any, latent: Any, storage: LayerStorage, **sizes: Any) -> None:
     """Raises ``ConfigError`` unless the options of a ``LevelCache`` are in their ranges; only its
     ``page_size`` is never ``None``.
     """
     if isinstance(layout, HeadLayouts):
         if latent is not None:
             raise ConfigError("a cache that keeps hidden states has one layout for all heads: leave latent at None")
-        for head_layout, _ in layout.groups:
-            check_options(head_layout, None, storage, **sizes)
+        of_heads = zip(layout.layouts, storage_of_heads(storage, layout.num_heads), strict=True)
+        for head_layout, head_storage in dict.fromkeys(of_heads):
+            check_options(head_layout, None, head_storage, **sizes)
+        return
+    if isinstance(storage, tuple):
+        if latent is not None:
+            raise ConfigError("a cache that keeps hidden states stores them as they are: leave storage at None")
+        for head_storage in dict.fromkeys(storage):
+            check_options(layout, None, head_storage, **sizes)
         return
     layout_types = (LevelLayout, GlobalWindowLayout, TextLayout, type(None))
     check_type("layout", layout, layout_types, "a LevelLayout, GlobalWindowLayout, HeadLayouts, TextLayout or None")
     for name, value in sizes.items():
         if value is not None or name == "page_size":
             check_size(name, value, MAX_LENGTH)
-    check_type("storage", storage, Storage | None, "a Storage, such as sa.Storage(key_bits=4), or None")
     if storage is not None:
         _check_storage(storage, layout, latent)
     if latent is not None and not all(hasattr(latent, name) for name in ("key_dim", "num_rstd", "can_absorb")):

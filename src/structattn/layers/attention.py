@@ -15,6 +15,7 @@ from structattn.cache.bounded import BoundedCache, LayerCache
 from structattn.cache.compiled import attend_compiled
 from structattn.cache.numbers import NumberedLayer, is_traced
 from structattn.cache.rows import all_or_nothing
+from structattn.cache.storage import checked_storage, storage_of_heads
 from structattn.checks import (
     MAX_LENGTH,
     check_bool,
@@ -120,8 +121,8 @@ class Attention(AttentionLayer, NumberedLayer):
         super().__init__(embed_dim, num_heads, num_kv_heads)
         self.set_number()
         self.layout = layout
-        # Of the key heads of this process, where a tensor parallel plan divides heads with several layouts.
-        self.layout_here: HeadLayouts | None = None
+        # The key heads of this process, the first and the one after the last, where a plan divides them.
+        self.heads_here: tuple[int, int] | None = None
         self.window = window
         self.is_causal = is_causal
         self.dropout = dropout
@@ -345,7 +346,9 @@ class Attention(AttentionLayer, NumberedLayer):
     @property
     def _cached_layout(self) -> AnyLayout | TextLayout | None:
         """See ``AttentionLayer``."""
-        return self.layout if self.layout_here is None else self.layout_here
+        if self.heads_here is None or not isinstance(self.layout, HeadLayouts):
+            return self.layout
+        return HeadLayouts(self.layout.layouts[slice(*self.heads_here)])
 
     def _decode(self, x: Tensor, cache: LayerCache, layout: LevelLayout | None, mask: Tensor | None) -> Tensor:
         """The next tokens against a cache."""
@@ -391,7 +394,7 @@ class Attention(AttentionLayer, NumberedLayer):
         page_size: int = PAGE_SIZE,
         left_padding: Tensor | Sequence[int] | None = None,
         keys: KeyCache = "smaller",
-        storage: Storage | None = None,
+        storage: Storage | Sequence[Storage | None] | None = None,
     ) -> LevelCache:
         """An empty cache for decoding with ``forward(x, cache=cache)``; raises ``ConfigError`` unless the
         attention is causal.
@@ -408,6 +411,10 @@ class Attention(AttentionLayer, NumberedLayer):
         check_choice("keys", keys, get_args(KeyCache))
         if max_length is not None:
             check_size("max_length", max_length, MAX_LENGTH)
+        kept = checked_storage(storage)
+        if isinstance(kept, tuple):
+            kept = storage_of_heads(kept, self.num_kv_heads)
+            kept = kept if self.heads_here is None else kept[slice(*self.heads_here)]
         latent: ScoringLatent | None = None
         has_one_layout = not isinstance(self.layout, HeadLayouts)
         if keys == "hidden" and (storage is not None or not has_one_layout):
@@ -428,7 +435,7 @@ class Attention(AttentionLayer, NumberedLayer):
             page_size=page_size,
             left_padding=left_padding,
             latent=latent,
-            storage=storage,
+            storage=kept,
         )
         cache.bind(self)
         return cache

@@ -8,8 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from structattn.cache import PAGE_SIZE, LayerCaches, Storage
+from structattn.cache import PAGE_SIZE, LayerCaches
 from structattn.cache.layers import guarded
+from structattn.cache.storage import ModelStorage
 from structattn.checks import (
     MAX_LENGTH,
     MAX_SEED,
@@ -202,9 +203,11 @@ class LanguageModel(nn.Module):
         max_length: int | None = None,
         page_size: int = PAGE_SIZE,
         left_padding: Tensor | Sequence[int] | None = None,
-        storage: Storage | None = None,
+        storage: ModelStorage = None,
     ) -> LayerCaches:
-        """Empty caches of all layers, for ``forward``; see ``LevelCache`` for the arguments."""
+        """Empty caches of all layers, for ``forward``; see ``LevelCache`` for the arguments, and
+        ``Transformer.new_cache`` for a list as ``storage``.
+        """
         caches = self.trunk.new_cache(
             max_length=max_length, page_size=page_size, left_padding=left_padding, storage=storage
         )

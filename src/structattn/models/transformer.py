@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from structattn.cache import PAGE_SIZE, LayerCaches, Storage
+from structattn.cache import PAGE_SIZE, LayerCaches
 from structattn.cache.layers import guarded
 from structattn.cache.numbers import is_traced
+from structattn.cache.storage import ModelStorage, storage_of_layers
 from structattn.checks import MAX_LENGTH, check_bool, check_number, check_sequences, check_size, check_type, describe
 from structattn.errors import ConfigError, ShapeError, StructAttnError
 from structattn.layers.block import TransformerBlock
@@ -304,17 +305,21 @@ class Transformer(nn.Module):
         max_length: int | None = None,
         page_size: int = PAGE_SIZE,
         left_padding: Tensor | Sequence[int] | None = None,
-        storage: Storage | None = None,
+        storage: ModelStorage = None,
     ) -> LayerCaches:
-        """Empty caches of all layers, for ``forward``; see ``LevelCache`` for the arguments.
+        """Empty caches of all layers, for ``forward``; see ``LevelCache`` for the arguments. A list as
+        ``storage`` has an entry for each layer, which may be a list with one for each key head.
 
         Raises:
             ConfigError: the model is not causal, a layer has no cache, or an option is out of its range.
         """
         options: dict[str, Any] = {"max_length": max_length, "page_size": page_size, "left_padding": left_padding}
-        if storage is not None:  # which a layer of a CustomAttention may not know
-            options["storage"] = storage
-        return LayerCaches([block.attention.new_cache(**options) for block in self.layers])
+        caches = []
+        for block, of_layer in zip(self.layers, storage_of_layers(storage, len(self.layers)), strict=True):
+            # A layer of a CustomAttention may not know it.
+            of_bits: dict[str, Any] = {} if of_layer is None else {"storage": of_layer}
+            caches.append(block.attention.new_cache(**options, **of_bits))
+        return LayerCaches(caches)
 
     def check_caches(self, caches: LayerCaches) -> None:
         """Raises ``ConfigError`` for caches of another model, and ``CacheError`` where layers hold different

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from structattn.errors import ShapeError
-from structattn.layout.heads import HeadLayouts
+from structattn.layout.heads import HeadGroup, HeadLayouts
 from structattn.ops.terms import ScoreTerms
 
 
@@ -48,11 +49,18 @@ def _cached_index(heads: tuple[int, ...], device: torch.device) -> Tensor:
         return torch.tensor(heads, device=device)
 
 
-def joined(outs: Sequence[Tensor], layout: HeadLayouts, per_key_head: int = 1) -> Tensor:
+class Grouped(Protocol):
+    """What divides key heads into groups: ``HeadLayouts``, and what a cache keeps of heads."""
+
+    @property
+    def groups(self) -> Sequence[HeadGroup]: ...
+
+
+def joined(outs: Sequence[Tensor], heads: Grouped, per_key_head: int = 1) -> Tensor:
     """What each group of heads gave, (B, its heads, ...), in the order of the heads."""
     if len(outs) == 1:
         return outs[0]
-    order = [head for group in layout.groups for head in query_heads(group.heads, per_key_head)]
+    order = [head for group in heads.groups for head in query_heads(group.heads, per_key_head)]
     out = torch.cat(list(outs), dim=1)
     if order == sorted(order):
         return out

@@ -191,10 +191,9 @@ class _ByHeads(_LocalParts):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, Attention)
-        if isinstance(module.layout, HeadLayouts):
-            count = module.num_kv_heads // device_mesh.size()
-            first = device_mesh.get_local_rank() * count
-            module.layout_here = HeadLayouts(module.layout.layouts[first : first + count])
+        count = module.num_kv_heads // device_mesh.size()
+        first = device_mesh.get_local_rank() * count
+        module.heads_here = first, first + count
         return super()._apply(module, device_mesh)
 
     def _placed(self, module: nn.Module) -> Iterator[tuple[nn.Module, str, Placement]]:
@@ -213,10 +212,12 @@ class _ByHeads(_LocalParts):
         yield module.__dict__, "num_heads", heads
         yield module.__dict__, "num_kv_heads", groups
         yield module.scoring.__dict__, "shape", replace(module.scoring.shape, num_heads=heads, num_kv_heads=groups)
-        if module.layout_here is not None:
-            yield module.__dict__, "layout", module.layout_here
+        if isinstance(module.layout, HeadLayouts) and module.heads_here is not None:
+            layout = HeadLayouts(module.layout.layouts[slice(*module.heads_here)])
+            yield module.__dict__, "layout", layout
             if isinstance(module.rotary, HeadRotary):
-                yield module.rotary.__dict__, "layout", module.layout_here
+                yield module.rotary.__dict__, "layout", layout
+        yield module.__dict__, "heads_here", None
         for matrix in module.scoring.matrix.modules():
             if isinstance(matrix, StructuredMatrix):
                 yield matrix.__dict__, "batch_shape", _divided(matrix.batch_shape, count)

@@ -5,7 +5,32 @@ has those that are quantized, as a ``Storage`` asks.
 from structattn.cache.storage.full import FullPage
 from structattn.cache.storage.groups import GroupStore
 from structattn.cache.storage.level_store import PAGE_SIZE, TEXT_PAGE_SIZE, LevelStore, PageSpan
-from structattn.cache.storage.options import Storage
+from structattn.cache.storage.options import (
+    LayerStorage,
+    ModelStorage,
+    Storage,
+    checked_storage,
+    storage_data,
+    storage_from,
+    storage_of_heads,
+    storage_of_layers,
+)
 from structattn.cache.storage.page import Page
 
-__all__ = ["PAGE_SIZE", "TEXT_PAGE_SIZE", "FullPage", "GroupStore", "LevelStore", "Page", "PageSpan", "Storage"]
+__all__ = [
+    "PAGE_SIZE",
+    "TEXT_PAGE_SIZE",
+    "FullPage",
+    "GroupStore",
+    "LayerStorage",
+    "LevelStore",
+    "ModelStorage",
+    "Page",
+    "PageSpan",
+    "Storage",
+    "checked_storage",
+    "storage_data",
+    "storage_from",
+    "storage_of_heads",
+    "storage_of_layers",
+]

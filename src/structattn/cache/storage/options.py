@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any
 
-from structattn.checks import MAX_LENGTH, check_int, check_size, describe, is_int
+from structattn.checks import MAX_LENGTH, check_int, check_size, check_type, describe, is_int
 from structattn.errors import ConfigError
 
 BITS = (16, 8, 4)
@@ -99,3 +99,81 @@ class Storage:
         if len(bits) != count:
             raise ConfigError(f"{name} needs one entry per level: expected {count}, got {len(bits)}, {bits}")
         return bits
+
+
+# How a layer stores numbers: all of its key heads alike, or each in its way.
+LayerStorage = Storage | tuple[Storage | None, ...] | None
+# How each layer of a model stores numbers: all alike, or an entry for each.
+ModelStorage = Storage | Sequence[Storage | Sequence[Storage | None] | None] | None
+
+
+def checked_storage(storage: Any) -> LayerStorage:
+    """How a layer stores numbers, a list as a tuple.
+
+    Raises:
+        ConfigError: it is neither a ``Storage``, nor ``None``, nor one of these for each key head.
+    """
+    if not isinstance(storage, tuple | list):
+        kinds = "a Storage, such as sa.Storage(key_bits=4), None, or a list with one of these for each key head"
+        check_type("storage", storage, Storage | None, kinds)
+        return storage
+    if not storage:
+        raise ConfigError("storage needs an entry for each key head, got none")
+    for head, each in enumerate(storage):
+        check_type(f"the storage of key head {head}", each, Storage | None, "a Storage or None")
+    return tuple(storage)
+
+
+def storage_of_heads(storage: LayerStorage, num_heads: int) -> tuple[Storage | None, ...]:
+    """The storage of each of that many key heads.
+
+    Raises:
+        ConfigError: it is for another number of heads.
+    """
+    if not isinstance(storage, tuple):
+        return (storage,) * num_heads
+    if len(storage) != num_heads:
+        raise ConfigError(
+            f"there is a storage for each of {len(storage)} key heads, and the layer has {num_heads}: give one for each"
+        )
+    return storage
+
+
+def storage_of_layers(storage: ModelStorage, num_layers: int) -> tuple[LayerStorage, ...]:
+    """How each layer of a model stores numbers; a list has an entry for each layer, which may be a list with
+    one for each key head.
+
+    Raises:
+        ConfigError: it is for another number of layers, or an entry is of another kind.
+    """
+    if not isinstance(storage, tuple | list):
+        return (checked_storage(storage),) * num_layers
+    if len(storage) != num_layers:
+        raise ConfigError(
+            f"storage needs one entry or {num_layers}, one for each layer, got {len(storage)}: the entry of a layer "
+            "may be a list with one for each key head"
+        )
+    return tuple(checked_storage(each) for each in storage)
+
+
+def storage_data(storage: ModelStorage) -> Any:
+    """How a layer, or each layer of a model, stores numbers, as JSON has it."""
+    if isinstance(storage, Sequence):
+        return [storage_data(each) for each in storage]
+    return None if storage is None else asdict(storage)
+
+
+def storage_from(data: object) -> Any:
+    """What ``storage_data`` wrote.
+
+    Raises:
+        ConfigError: it is written otherwise.
+    """
+    if data is None:
+        return None
+    if isinstance(data, list):
+        return tuple(storage_from(each) for each in data)
+    names = [field.name for field in fields(Storage)]
+    if not isinstance(data, dict) or not set(data) <= set(names):
+        raise ConfigError(f"a storage has the fields {', '.join(names)}, got {describe(data)}")
+    return Storage(**data)

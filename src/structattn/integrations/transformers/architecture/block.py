@@ -153,7 +153,7 @@ class StructAttnLayer(GradientCheckpointingLayer):  # type: ignore[misc]
 
         def new() -> LevelCache:
             return self.attention.new_cache(
-                max_length=layer.max_length, page_size=layer.page_size, left_padding=padding
+                max_length=layer.max_length, page_size=layer.page_size, left_padding=padding, storage=layer.storage
             )
 
         @torch.no_grad()

@@ -15,7 +15,8 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from structattn.cache import PAGE_SIZE, Storage
+from structattn.cache import PAGE_SIZE
+from structattn.cache.storage import LayerStorage
 from structattn.errors import CacheError
 from structattn.integrations.transformers.caches.layer_cache import LevelCacheLayer, RowChange
 
@@ -26,7 +27,7 @@ class HybridCacheLayer(LevelCacheLayer, LinearAttentionAndFullAttentionLayer):  
 
     Args:
         number_of_states: of convolutions or recurrences.
-        max_length, page_size: see ``LevelCacheLayer``.
+        max_length, page_size, storage: see ``LevelCacheLayer``.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class HybridCacheLayer(LevelCacheLayer, LinearAttentionAndFullAttentionLayer):  
         *,
         max_length: int | None = None,
         page_size: int = PAGE_SIZE,
-        storage: Storage | None = None,
+        storage: LayerStorage = None,
     ) -> None:
         LevelCacheLayer.__init__(self, max_length=max_length, page_size=page_size, storage=storage)
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
@@ -15,7 +15,8 @@ from transformers.cache_utils import CacheLayerMixin
 
 from structattn.cache import PAGE_SIZE, LevelCache, Storage
 from structattn.cache.numbers import Count, new_number
-from structattn.checks import check_int, check_tensor, check_type
+from structattn.cache.storage import checked_storage
+from structattn.checks import check_int, check_tensor
 from structattn.errors import CacheError, ShapeError
 from structattn.integrations.transformers.caches.recording import Append, Recording
 from structattn.integrations.transformers.masks.structured_mask import Placeholder
@@ -84,12 +85,15 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     )
 
     def __init__(
-        self, *, max_length: int | None = None, page_size: int = PAGE_SIZE, storage: Storage | None = None
+        self,
+        *,
+        max_length: int | None = None,
+        page_size: int = PAGE_SIZE,
+        storage: Storage | Sequence[Storage | None] | None = None,
     ) -> None:
         LevelCache(max_length=max_length, page_size=page_size)  # checks both
-        check_type("storage", storage, Storage | None, "a Storage, such as sa.Storage(key_bits=4), or None")
         super().__init__()
-        self.storage = storage
+        self.storage = checked_storage(storage)
         self.max_length = max_length
         self.page_size = page_size
         self.number = new_number(self)

@@ -24,10 +24,11 @@ from transformers.cache_utils import (
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from structattn.cache import PAGE_SIZE, Storage
+from structattn.cache import PAGE_SIZE
 from structattn.cache.numbers import give_numbers, is_traced
 from structattn.cache.paged import PackedCache
-from structattn.checks import check_size, check_type, quoted
+from structattn.cache.storage import ModelStorage, storage_from, storage_of_layers
+from structattn.checks import check_size, check_type
 from structattn.errors import CacheError, ConfigError
 from structattn.integrations.transformers.caches.hybrid_cache import HybridCacheLayer, check_states, states_of
 from structattn.integrations.transformers.caches.layer_cache import LevelCacheLayer, RowChange, removed_tokens
@@ -348,15 +349,17 @@ def level_cache(
     *,
     max_length: int | None = None,
     page_size: int = PAGE_SIZE,
-    storage: Storage | None = None,
+    storage: ModelStorage = None,
 ) -> LevelCaches:
     """An empty cache for a model with structured attention, to be given as ``cache`` (or by its older name
     ``past_key_values``).
 
     Args:
         model: only the numbers of its layers with attention are read.
-        max_length, page_size, storage: see ``LevelCacheLayer``, which raises ``ConfigError`` for them. The
-            default storage is that of the model's config, which ``structurize`` writes.
+        max_length, page_size: see ``LevelCacheLayer``, which raises ``ConfigError`` for them.
+        storage: in which bits numbers are kept. A list has an entry for each layer of the model: a storage,
+            ``None``, or a list of these with one for each key head. The default is that of the model's
+            config, which ``structurize`` writes.
 
     Example:
         >>> model = structurize(model, "standard")  # doctest: +SKIP
@@ -368,8 +371,9 @@ def level_cache(
     layers = DynamicCache(config=config).layers or [DynamicLayer() for _ in range(config.num_hidden_layers)]
     # transformers 5.17 makes layers of keys for the recurrent layers of Recurrent Gemma too.
     numbers = model.attention_layers() if hasattr(model, "attention_layers") else range(len(layers))
+    storages = storage_of_layers(storage_of(config) if storage is None else storage, config.num_hidden_layers)
     for index in set(numbers) & set(range(len(layers))):
-        options = {"max_length": max_length, "page_size": page_size, "storage": storage or storage_of(config)}
+        options = {"max_length": max_length, "page_size": page_size, "storage": storages[index]}
         layers[index] = _own_layer(layers[index], **options) or layers[index]
     return LevelCaches(layers=layers)
 
@@ -397,18 +401,16 @@ def _own_layer(layer: Any, **options: Any) -> LevelCacheLayer | None:
     return HybridCacheLayer(layer.number_of_states, **options) if has_state(layer) else None
 
 
-def storage_of(config: Any) -> Storage | None:
+def storage_of(config: Any) -> ModelStorage:
     """How the cache of a model stores numbers, by its config; raises ``ConfigError`` where that is no
     storage.
     """
     entry = getattr(config, "structattn", None)
-    options = entry.get("storage") if isinstance(entry, dict) else None
-    if options is None:
-        return None
-    names = [field.name for field in fields(Storage)]
-    if not isinstance(options, dict) or not set(options) <= set(names):
-        raise ConfigError(f"config.structattn['storage'] needs {', '.join(names)}, got {quoted(options)}")
-    return Storage(**options)
+    try:
+        storage: ModelStorage = storage_from(entry.get("storage") if isinstance(entry, dict) else None)
+    except ConfigError as error:
+        raise ConfigError(f"config.structattn['storage'] is no storage: {error}") from error
+    return storage
 
 
 def level_cache_layer(cache: Cache, index: int, config: Any = None) -> LevelCacheLayer:
@@ -430,7 +432,10 @@ def level_cache_layer(cache: Cache, index: int, config: Any = None) -> LevelCach
     layer = cache.layers[index] if index < len(cache.layers) else None
     if isinstance(layer, LevelCacheLayer):
         return layer
-    new_layer = _own_layer(layer, storage=storage_of(config))
+    storage = storage_of(config)
+    if storage is not None:
+        storage = storage_of_layers(storage, config.num_hidden_layers)[index]
+    new_layer = _own_layer(layer, storage=storage)
     if layer is None or new_layer is None or layer.get_seq_length() > 0:
         raise CacheError(
             f"layer {index} of the cache is {layer!r}, whose keys structured attention cannot use: give "

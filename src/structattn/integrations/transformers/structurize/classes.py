@@ -14,7 +14,7 @@ from transformers import AutoConfig, GenerationMixin, PreTrainedConfig, PreTrain
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from structattn.cache import Storage
+from structattn.cache.storage import ModelStorage
 from structattn.checks import check_int, is_int, quoted
 from structattn.errors import CheckpointError, ConfigError
 from structattn.integrations.transformers.architecture.auto_map import AUTO_MODELS, SelfLoadingConfig, publish
@@ -78,7 +78,7 @@ class StructureRecord:
     rotations: tuple[str | None, ...]
     keys_of: tuple[int | None, ...]
     pair_orders: tuple[tuple[tuple[int, ...], ...] | None, ...]
-    storage: Storage | None = None
+    storage: ModelStorage = None
 
     @classmethod
     def read(cls, config: PreTrainedConfig) -> StructureRecord:

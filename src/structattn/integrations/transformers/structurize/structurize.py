@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from structattn.cache import Storage
+from structattn.cache.storage import ModelStorage, storage_data, storage_of_heads, storage_of_layers
 from structattn.checks import check_path, check_type
 from structattn.errors import ConfigError
 from structattn.integrations.hub import source_config
@@ -48,7 +47,7 @@ def structurize(
     rotary_split: str = "low_far",
     context_length: int | None = None,
     calibration: Calibration | None = None,
-    storage: Storage | None = None,
+    storage: ModelStorage = None,
 ) -> PreTrainedModel:
     """Puts structured attention into a trained decoder of transformers; without a calibration its weights are
     kept.
@@ -85,7 +84,9 @@ def structurize(
         calibration: of this model, from ``calibrate``. Default ``None``: no weight changes.
         storage: in which bits the caches of the model store numbers, ``level_cache`` and those that
             ``generate`` makes: ``structurize(model, "standard", storage=sa.Storage(4, 4))`` gives any
-            supported model a cache of 4 bits. It is saved with the model. Default ``None``: as they are.
+            supported model a cache of 4 bits. A list has an entry for each layer of the model: a storage,
+            ``None``, or a list of these with one for each key head. It is saved with the model. Default
+            ``None``: as they are.
 
     Returns:
         The model, now of a class such as ``StructAttnLlamaForCausalLM``. ``save_pretrained`` keeps the
@@ -115,8 +116,7 @@ def structurize(
 
     config = _config_with_record(model.config, attention, specs, length, split)
     if storage is not None:
-        check_type("storage", storage, Storage, "a Storage, such as sa.Storage(key_bits=4), or None")
-        config.structattn["storage"] = dataclasses.asdict(storage)
+        config.structattn["storage"] = storage_data(_checked_storage(storage, attention, len(specs)))
     if calibration is not None:
         add_calibration(config, split, calibration, layouts)
     record = _checked_record(config, attention)
@@ -170,6 +170,14 @@ def _length_of_blocks(model: PreTrainedModel, context_length: int | None) -> int
             "structurize a context_length"
         )
     return length
+
+
+def _checked_storage(storage: ModelStorage, attention: Mapping[int, FoundAttention], count: int) -> ModelStorage:
+    """How each of ``count`` layers stores numbers; raises ``ConfigError`` where it does not fit them."""
+    for number, of_layer in enumerate(storage_of_layers(storage, count)):
+        if number in attention:
+            storage_of_heads(of_layer, attention[number].num_kv_heads)
+    return storage
 
 
 def _config_with_record(

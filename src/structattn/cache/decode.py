@@ -47,18 +47,21 @@ class KeyValueView:
         """(D,): times a query, it gives what each level adds to a score where that level is the deepest that
         is shared.
         """
+        if torch.compiler.is_compiling():  # they are constants of the program; a dict would be guarded
+            return self._new_factors(scale, like)
         key = (scale, like.dtype, like.device)
         if key not in self.factors_by_scale:
-            values = [
-                of_level * of_count
-                for softmax in self.softmaxes
-                for rank, of_level, of_count in zip(
-                    softmax.layout.ranks, *softmax.layout.score_factors(scale), strict=True
-                )
-                for _ in range(rank)
-            ]
-            self.factors_by_scale[key] = torch.tensor(values, dtype=like.dtype, device=like.device)
+            self.factors_by_scale[key] = self._new_factors(scale, like)
         return self.factors_by_scale[key]
+
+    def _new_factors(self, scale: float | None, like: Tensor) -> Tensor:
+        values = [
+            of_level * of_count
+            for softmax in self.softmaxes
+            for rank, of_level, of_count in zip(softmax.layout.ranks, *softmax.layout.score_factors(scale), strict=True)
+            for _ in range(rank)
+        ]
+        return torch.tensor(values, dtype=like.dtype, device=like.device)
 
 
 @dataclass(frozen=True)

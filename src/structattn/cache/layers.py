@@ -53,7 +53,7 @@ class LayerCaches(Sequence[OneLayerCache], CacheRows):
         if self._torn:
             raise CacheError("a change of the layers broke off between two of them: reset() and start again")
         lengths = [layer.length for layer in self._layers]
-        if len(set(lengths)) > 1:
+        if any(length != lengths[0] for length in lengths):  # a set would compile each number anew, in PyTorch 2.11
             raise CacheError(
                 f"the layers hold different numbers of tokens, {lengths}: a layer was used without the others, or a "
                 f"call broke off; crop({min(lengths)}) "

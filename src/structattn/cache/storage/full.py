@@ -73,7 +73,9 @@ class FullPage(Page):
         return (self._page,)
 
     def numbers(self, slot: int, size: int, dtype: torch.dtype) -> Tensor:
-        x = self._flat if size == self._shape[3] else self._flat.narrow(2, slot, size)
+        # A compiled step has one program for all sizes.
+        is_whole = not torch.compiler.is_compiling() and size == self._shape[3]
+        x = self._flat if is_whole else self._flat.narrow(2, slot, size)
         return x if x.dtype == dtype else x.to(dtype)
 
     def rows(self, rows: slice, slot: int, size: int) -> Tensor:

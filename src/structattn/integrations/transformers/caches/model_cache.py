@@ -99,7 +99,7 @@ def check_layers(cache: Cache) -> None:
                 "reset() it and give all tokens again"
             )
         cache.is_torn = False
-    if len(set(lengths)) > 1:
+    if any(length != lengths[0] for length in lengths):  # as in LayerCaches.check
         raise CacheError(
             f"the layers of this cache hold different numbers of tokens, {lengths}: a call of the model was "
             "interrupted, or a layer was used without the others; reset() it and give all tokens again"

@@ -1,19 +1,77 @@
-"""``allocate``: the ranks of every layer under one budget of cache."""
+"""``allocate``: what every key head keeps under one budget of cache."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, get_args
+from collections.abc import Iterable, Sequence
+from typing import Literal, Protocol, get_args
 
 import torch
+from torch import Tensor
 
-from structattn.checks import MAX_LENGTH, check_choice, check_number, check_size, check_type
+from structattn.cache.storage import Storage
+from structattn.checks import MAX_LENGTH, check_choice, check_number, check_size, check_type, describe
 from structattn.errors import ConfigError
-from structattn.integrations.transformers.calibration.choices import Choices, choices
+from structattn.integrations.transformers.calibration.choices import choices
+from structattn.integrations.transformers.calibration.head_choices import (
+    head_choices,
+    spec_of_heads,
+    storage_of_choices,
+)
 from structattn.integrations.transformers.calibration.record import Calibration, LayerCalibration
 from structattn.layers.attention_spec import AttentionSpec
 
 Ranks = Literal["per_layer", "uniform"]
+Method = Literal["heads", "bits", "levels"]
+_BYTES = 2  # of a number of a plain cache, to which a compression is relative
+_DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+
+
+class Sized(Protocol):
+    """The choices of a part of a model: what each costs, and what it loses, (choices,) float64."""
+
+    @property
+    def sizes(self) -> Tensor: ...
+    @property
+    def losses(self) -> Tensor: ...
+
+
+class Allocation(list[AttentionSpec]):
+    """What ``allocate`` chose: a spec for each attention layer, as a list, for ``structurize(model,
+    allocation)``.
+
+    Attributes:
+        storage: how the cache of each layer stores numbers, for ``structurize(storage=)``, which takes it
+            from here; ``None`` for 16 bits everywhere.
+        nbytes: of the cache of one row of ``context_length`` tokens, with exact numbers of 16 bits, or of the
+            dtype of the model where the budget was in bytes.
+        plain_nbytes: of a plain cache.
+        context_length: T.
+        expected_loss: change of the predictions, in nats per token.
+    """
+
+    def __init__(
+        self,
+        specs: Iterable[AttentionSpec],
+        *,
+        storage: list[Storage | list[Storage | None] | None] | None,
+        nbytes: int,
+        plain_nbytes: int,
+        context_length: int,
+        expected_loss: float,
+    ) -> None:
+        super().__init__(specs)
+        self.storage = storage
+        self.nbytes, self.plain_nbytes, self.context_length = nbytes, plain_nbytes, context_length
+        self.expected_loss = expected_loss
+
+    def storage_of(self, chosen: Sequence[int], count: int) -> list[Storage | list[Storage | None] | None] | None:
+        """``storage`` for ``structurize``: an entry for each of ``count`` layers of a model whose attention
+        layers have these numbers.
+        """
+        if self.storage is None:
+            return None
+        by_layer = dict(zip(chosen, self.storage, strict=True))
+        return [by_layer.get(number) for number in range(count)]
 
 
 def allocate(
@@ -23,68 +81,165 @@ def allocate(
     bytes_per_token: float | None = None,
     context_length: int | None = None,
     ranks: Ranks = "per_layer",
-) -> list[AttentionSpec]:
-    """Chooses the ranks and the block of every layer, so that the cache of the whole model fits a budget with
-    the least expected loss.
+    methods: Sequence[Method] | None = None,
+) -> Allocation:
+    """Chooses what every key head keeps, so that the cache of the whole model fits a budget with the least
+    expected loss.
 
-    Every layer gets two to five levels, of keys and of values: level 1 keeps r_1 and v_1 dimensions of all T
-    tokens, level l others of one block of n_l tokens, so that a key/value head holds (r_1 + v_1) T + (r_2 +
-    v_2) n_2 + ... numbers; or the layer stays plain. The loss of a choice is the expected change of the
-    model's predictions, in nats per token: to first order, the squared error of the attention output relative
-    to its square, times the sensitivity of the layer,
+    With ``"heads"``, a key head keeps all tokens, or a window of recent ones and the first four; with
+    ``"bits"``, numbers that are far back have 16, 8 or 4 bits. The loss of a choice is what ``calibrate``
+    measured: the change of the predictions that the head causes when all heads see less, of which a tenth is
+    weighed as recall of copies.
+
+    With ``"levels"``, every layer gets two to five levels, of keys and of values, instead: level 1 keeps r_1
+    and v_1 dimensions of all T tokens, level l others of one block of n_l tokens, so that a key/value head
+    holds (r_1 + v_1) T + (r_2 + v_2) n_2 + ... numbers; or the layer stays plain. The loss is then to first
+    order, the squared error of the attention output relative to its square, times the sensitivity of the
+    layer,
 
         sensitivity (sum over heads of |sum of z_p over dropped pairs|^2 + |P f|^2) / |o|^2
 
     in the terms of ``calibrate``; without rotary positions the first term is the dropped variance of scores
-    (the tail of the singular values) times the spread of values. The choices of each layer that lie on the
-    lower convex hull of loss over size are taken in the order of loss per byte, over all layers, until the
-    budget is spent. A larger budget never has a larger expected loss.
+    (the tail of the singular values) times the spread of values. Without training, levels lose more than
+    heads and bits at the same bytes in every model that was measured.
+
+    The choices that lie on the lower convex hull of loss over size are taken in the order of loss per byte,
+    over all heads (or layers) of the model, until the budget is spent. A larger budget never has a larger
+    expected loss.
 
     Args:
         calibration: of the model.
-        compression: how many times smaller than a plain cache of T tokens; or
+        compression: how many times smaller than a plain cache of T tokens, for numbers of 16 bits; scales,
+            exact and first tokens are counted. Or
         bytes_per_token: of the whole cache of T tokens, in the dtype of the model, divided by T. Exactly one
             of the two.
         context_length: T, tokens up to which the model will decode. Default: that of the calibration.
-        ranks: ``"per_layer"``; or ``"uniform"``: one choice for all layers, the best that fits, as a
-            baseline.
+        ranks: of levels, ``"per_layer"``; or ``"uniform"``: one choice for all layers, the best that fits,
+            as a baseline.
+        methods: ``("heads", "bits")``, one of the two, or ``("levels",)``. Default: heads and bits; levels
+            where the calibration has no effects of heads, or ``ranks`` is given as uniform.
 
     Returns:
-        A spec for each attention layer, for
-        ``structurize(model, specs, rotary_split="calibrated", calibration=calibration)``.
+        An ``Allocation``, for ``structurize(model, allocation)``; levels need
+        ``rotary_split="calibrated", calibration=calibration`` too.
 
     Raises:
-        ConfigError: not one budget; one that no ranks give, with the nearest that some do; or uniform ranks
-            for heads of several sizes.
+        ConfigError: not one budget; one that no choices give, with the nearest that some do; other methods;
+            effects of heads that were not measured; or uniform ranks for heads of several sizes.
 
-    Cost: for each layer and each set of up to four block sizes 64 choices, on the host, by tensors of 64 D
-        numbers; no model is called.
+    Cost: of heads, some numbers for each; of levels, for each layer and each set of up to four block sizes 64
+        choices, on the host, by tensors of 64 D numbers. No model is called.
 
-    Source: ours; CARE (arXiv 2603.17946) distributes ranks over layers by the covariance of activations.
+    Source: ours; CARE (arXiv 2603.17946) distributes ranks over layers by the covariance of activations,
+        DuoAttention (2410.10819) gives windows to heads.
     """
     check_type("calibration", calibration, Calibration, "a Calibration", "calibrate(model, batches) makes one")
     check_choice("ranks", ranks, get_args(Ranks))
+    chosen_methods = _checked_methods(methods, calibration, ranks)
     length = calibration.context_length if context_length is None else context_length
     check_size("context_length", length, MAX_LENGTH)
+    if chosen_methods == {"levels"}:
+        return _by_levels(calibration, compression, bytes_per_token, length, ranks)
+    return _by_heads(calibration, compression, bytes_per_token, length, chosen_methods)
+
+
+def _checked_methods(methods: Sequence[Method] | None, calibration: Calibration, ranks: Ranks) -> set[Method]:
+    if methods is None:
+        return {"levels"} if calibration.effects is None or ranks == "uniform" else {"heads", "bits"}
+    if isinstance(methods, str) or not isinstance(methods, Sequence) or not methods:
+        raise ConfigError(f"methods must be ('heads', 'bits'), one of them or ('levels',), got {describe(methods)}")
+    for method in methods:
+        check_choice("methods", method, get_args(Method))
+    chosen = set(methods)
+    if "levels" in chosen and len(chosen) > 1:
+        raise ConfigError("levels are chosen alone: give methods=('levels',), or ('heads', 'bits')")
+    if "levels" not in chosen and ranks == "uniform":
+        raise ConfigError("ranks='uniform' is for levels: give methods=('levels',), or leave ranks away")
+    if "levels" not in chosen and calibration.effects is None:
+        raise ConfigError(
+            "this calibration has no effects of single heads: calibrate(model, batches, retrieval=True) measures them, "
+            "for causal language models, on texts of more than 1,000 tokens"
+        )
+    return chosen
+
+
+def _by_heads(
+    calibration: Calibration, compression: float | None, per_token: float | None, length: int, methods: set[Method]
+) -> Allocation:
+    assert calibration.effects is not None
+    size = _BYTES if per_token is None else calibration.element_size
+    of_layers = head_choices(
+        calibration,
+        calibration.effects,
+        length,
+        dtype=_DTYPES[size],
+        windows="heads" in methods,
+        bits="bits" in methods,
+    )
+    groups = [group for of_layer in of_layers for group in of_layer]
+    plain = sum(float(group.sizes[0]) for group in groups)
+    budget = _budget(compression, per_token, plain / size, size, length) * size
+    chosen = cheapest(groups, budget)
+    if chosen is None:
+        raise _too_small(budget, plain, sum(float(group.sizes.min()) for group in groups), length)
+    numbers, left = iter(chosen), iter(of_layers)
+    specs: list[AttentionSpec] = []
+    storage: list[Storage | list[Storage | None] | None] = []
+    for layer in calibration.layers:
+        if layer.shape.keys_of is not None:
+            specs.append(specs[_place(calibration, layer.shape.keys_of)])
+            storage.append(storage[_place(calibration, layer.shape.keys_of)])
+            continue
+        heads = [group.choices[next(numbers)] for group in next(left)]
+        specs.append(spec_of_heads(heads))
+        storage.append(storage_of_choices(heads))
+    pairs = list(zip(groups, chosen, strict=True))
+    return Allocation(
+        specs,
+        storage=storage if any(one is not None for one in storage) else None,
+        nbytes=int(sum(float(group.sizes[number]) for group, number in pairs)),
+        plain_nbytes=int(plain),
+        context_length=length,
+        expected_loss=sum(float(group.losses[number]) for group, number in pairs),
+    )
+
+
+def _place(calibration: Calibration, index: int) -> int:
+    """Where the layer of a number is among those calibrated."""
+    return next(place for place, layer in enumerate(calibration.layers) if layer.shape.index == index)
+
+
+def _by_levels(
+    calibration: Calibration, compression: float | None, per_token: float | None, length: int, ranks: Ranks
+) -> Allocation:
     together = [calibration.layers] if ranks == "uniform" else _groups(calibration)
     groups = [choices(calibration, layers, length) for layers in together]
     plain = sum(float(group.sizes[-1]) for group in groups)
-    budget = _budget(compression, bytes_per_token, plain, calibration.element_size, length)
+    budget = _budget(compression, per_token, plain, calibration.element_size, length)
     chosen = cheapest(groups, budget)
     if chosen is None:
         smallest = sum(float(group.sizes.min()) for group in groups)
-        raise ConfigError(
-            f"no ranks give a cache that is {plain / budget:.4g} times smaller "
-            f"({budget * calibration.element_size / length:.4g} bytes per token): the "
-            f"smallest one of {length} tokens is {plain / smallest:.4g} times smaller "
-            f"({smallest * calibration.element_size / length:.4g} bytes per token)"
-        )
-    specs = {
-        layer.shape.index: group.spec(number)
-        for group, number in zip(groups, chosen, strict=True)
-        for layer in group.layers
-    }
-    return [specs[layer.shape.index] for layer in calibration.layers]
+        size = calibration.element_size
+        raise _too_small(budget * size, plain * size, smallest * size, length)
+    pairs = list(zip(groups, chosen, strict=True))
+    specs = {layer.shape.index: group.spec(number) for group, number in pairs for layer in group.layers}
+    return Allocation(
+        [specs[layer.shape.index] for layer in calibration.layers],
+        storage=None,
+        nbytes=int(sum(float(group.sizes[number]) for group, number in pairs)) * _BYTES,
+        plain_nbytes=int(plain) * _BYTES,
+        context_length=length,
+        expected_loss=sum(float(group.losses[number]) for group, number in pairs),
+    )
+
+
+def _too_small(budget: float, plain: float, smallest: float, length: int) -> ConfigError:
+    """The error of a budget of bytes that no choices fit."""
+    return ConfigError(
+        f"no choices give a cache that is {plain / budget:.4g} times smaller ({budget / length:.4g} bytes per token): "
+        f"the smallest one of {length} tokens is {plain / smallest:.4g} times smaller ({smallest / length:.4g} bytes "
+        "per token)"
+    )
 
 
 def _groups(calibration: Calibration) -> list[tuple[LayerCalibration, ...]]:
@@ -97,7 +252,7 @@ def _groups(calibration: Calibration) -> list[tuple[LayerCalibration, ...]]:
 
 
 def _budget(compression: float | None, per_token: float | None, plain: float, element_size: int, length: int) -> float:
-    """The numbers that the cache may hold."""
+    """How many numbers the cache may hold."""
     if (compression is None) == (per_token is None):
         raise ConfigError("give a budget: either compression (such as 4.0) or bytes_per_token")
     if compression is not None:
@@ -108,9 +263,9 @@ def _budget(compression: float | None, per_token: float | None, plain: float, el
     return per_token * length / element_size
 
 
-def cheapest(groups: Sequence[Choices], budget: float) -> list[int] | None:
-    """The number of the choice of each group that loses least within a budget of numbers; ``None`` if the
-    smallest ones are too large.
+def cheapest(groups: Sequence[Sized], budget: float) -> list[int] | None:
+    """The number of the choice of each group that loses least within a budget; ``None`` if the smallest ones
+    are too large.
     """
     hulls = [_hull(group) for group in groups]
     at = [0] * len(groups)
@@ -139,7 +294,7 @@ def cheapest(groups: Sequence[Choices], budget: float) -> list[int] | None:
     return chosen
 
 
-def _hull(group: Choices) -> list[int]:
+def _hull(group: Sized) -> list[int]:
     """The choices on the lower convex hull of loss over size, from the smallest on."""
     order = torch.argsort(group.losses, stable=True)
     order = order[torch.argsort(group.sizes[order], stable=True)]

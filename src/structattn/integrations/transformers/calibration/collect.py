@@ -21,6 +21,7 @@ from structattn.integrations.transformers.attention.call import AttentionCall
 from structattn.integrations.transformers.attention.interface import attend
 from structattn.integrations.transformers.attention.registration import register
 from structattn.integrations.transformers.calibration.discovery import FoundAttention, find_attention, observed
+from structattn.integrations.transformers.calibration.head_effects import SINK_TOKENS, HeadEffects, head_effects
 from structattn.integrations.transformers.calibration.moments import Moments, distance_bucket
 from structattn.integrations.transformers.calibration.projections import Projections, find_projections, input_weights
 from structattn.integrations.transformers.calibration.record import AttentionShape, Calibration, LayerCalibration
@@ -37,6 +38,9 @@ _NAME = "structattn_calibration"
 _SMALLEST_BLOCK = 16
 _CHUNK = 64  # queries whose scores are held at once
 _DISTANCES = 32  # of distance_bucket, more than a text has
+_SHORTEST_TEXT = 64
+_TEXTS = 2  # on which single heads are measured
+_WINDOWS = ((128, 8), (512, 2))  # of tokens, first ones included, and at most this part of a text
 _KNOWN = ("input_ids", "attention_mask", "labels")
 
 
@@ -250,9 +254,14 @@ def calibrate(
     *,
     block_sizes: Sequence[int] | None = None,
     num_queries: int | None = 64,
+    retrieval: bool = True,
 ) -> Calibration:
-    """Measures which dimensions of the heads of a trained decoder its far tokens need, and how much each
-    layer matters.
+    """Measures which heads of a trained decoder look far back, which dimensions its far tokens need, and how
+    much each layer matters.
+
+    For each key head it measures what the predictions lose when the head sees a window and the first tokens
+    only, and when its far keys and values have 4 bits: on the first texts, and on the same texts with spans
+    that come again at their end, so that heads that find them are known (``HeadEffects``).
 
     For each layer and key/value head it sums the second moments of queries, keys and values; and for each
     block size n what the attention output loses, to first order, when keys outside the block of a query lose
@@ -274,6 +283,8 @@ def calibrate(
         block_sizes: rising. Default: powers of 2 from 16 on, below the length of the first batch.
         num_queries: queries of each row whose scores are looked at, neighbors at a random place, the same
             ones in every run. ``None``: all.
+        retrieval: whether single heads are measured, on the first two rows of at least 64 tokens. A model
+            without an output head is not.
 
     Returns:
         A ``Calibration``, for ``structurize(rotary_split="calibrated")`` and ``allocate``. ``save`` and
@@ -284,7 +295,8 @@ def calibrate(
         CalibrationError: queries, keys or values are NaN or infinite; the message says which, and in which
             layer.
 
-    Cost: a forward pass without output head of all tokens, and one with it of up to 2,048 tokens for each
+    Cost: single heads: some 20 forward and backward passes of two rows, see ``head_effects``. Dimensions: a
+        forward pass without output head of all tokens, and one with it of up to 2,048 tokens for each
         layer; per layer and row 2 H M T D (V + D) FLOPs for the M queries. Memory does not depend on the
         number of batches: per layer 8 B G (P^2 + V^2) bytes for B block sizes, G heads and P = D / 2 pairs.
 
@@ -297,6 +309,7 @@ def calibrate(
     check_type("batches", batches, Iterable, "an iterable of tensors (batch, tokens) or of dicts with input_ids")
     if num_queries is not None:
         check_size("num_queries", num_queries, MAX_LENGTH)
+    check_type("retrieval", retrieval, bool, "True or False")
     attention = find_attention(model)
     projections = find_projections(model, [layer.module for layer in attention])
     sources = {layer.keys_of for layer in attention}
@@ -307,6 +320,7 @@ def calibrate(
         for layer in attention
     }
     collector: _Collector | None = None
+    texts: list[Tensor] = []
     longest = 0
     try:
         for batch in counted(batches, "calibrating"):
@@ -316,6 +330,9 @@ def calibrate(
                 collector = _Collector(layers, _blocks(block_sizes, longest), num_queries)
                 _active.append(collector)
             collector.spans = spans
+            rows = zip(inputs["input_ids"], spans, strict=True)
+            texts += [row[None, first:end] for row, (first, end) in rows if end - first >= _SHORTEST_TEXT]
+            del texts[_TEXTS:]
             with observed(model, _NAME):
                 model.base_model(**inputs, use_cache=False)
             if collector.rows == 0:
@@ -341,4 +358,16 @@ def calibrate(
         block_sizes=collector.block_sizes,
         context_length=longest,
         element_size=model.dtype.itemsize,
+        effects=_effects(model, attention, texts) if retrieval and texts else None,
     )
+
+
+def _effects(
+    model: PreTrainedModel, attention: Sequence[FoundAttention], texts: Sequence[Tensor]
+) -> HeadEffects | None:
+    """Those of the heads that have keys of their own; ``None`` for a model without an output head."""
+    if model.get_output_embeddings() is None:
+        return None
+    length = min(text.shape[1] for text in texts)
+    windows = sorted({min(size, length // part) - SINK_TOKENS for size, part in _WINDOWS})
+    return head_effects(model, [layer for layer in attention if layer.keys_of is None], texts, windows)

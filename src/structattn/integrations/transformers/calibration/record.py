@@ -15,12 +15,14 @@ from torch import Tensor
 from structattn.checks import check_path
 from structattn.errors import ConfigError
 from structattn.integrations.transformers.calibration.discovery import FoundAttention
+from structattn.integrations.transformers.calibration.head_effects import HeadEffects
 from structattn.integrations.transformers.calibration.moments import Moments
 from structattn.layers.rotary_order import Rotation
 from structattn.tensor_files import read_tensors, write_tensors
 
 FORMAT_VERSION = 1
 _KEY = "structattn_calibration"
+_EFFECTS = ("text", "retrieval", "bits")
 _OPTIONS = ("scale", "sensitivity", "has_key_basis", "has_value_basis", "has_key_bias", "chunk_size")
 
 
@@ -111,12 +113,14 @@ class Calibration:
         block_sizes: ascending; what is lost outside blocks of these sizes is known.
         context_length: of the longest sequence, in tokens.
         element_size: bytes of a cached number in the dtype of the model.
+        effects: of single key heads; ``None`` where they were not measured.
     """
 
     layers: tuple[LayerCalibration, ...]
     block_sizes: tuple[int, ...]
     context_length: int
     element_size: int
+    effects: HeadEffects | None = None
 
     @property
     def digest(self) -> str:
@@ -155,6 +159,8 @@ class Calibration:
             for number, layer in enumerate(self.layers)
             for name, x in {"metric": layer.metric, **layer.moments.tensors()}.items()
         }
+        if self.effects is not None:
+            tensors |= {f"effects.{name}": getattr(self.effects, name).contiguous() for name in _EFFECTS}
         write_tensors(path, _KEY, _plain(self), tensors)
 
     @classmethod
@@ -175,11 +181,14 @@ class Calibration:
             )
             for number, (shape, options) in enumerate(zip(data["layers"], data["options"], strict=True))
         )
+        windows = data.get("windows")  # files of before have none
+        effects = {} if windows is None else {name: tensors[f"effects.{name}"] for name in _EFFECTS}
         return cls(
             layers=layers,
             block_sizes=tuple(data["block_sizes"]),
             context_length=data["context_length"],
             element_size=data["element_size"],
+            effects=None if windows is None else HeadEffects(windows=tuple(windows), **effects),
         )
 
 
@@ -192,4 +201,5 @@ def _plain(calibration: Calibration) -> dict[str, Any]:
         "block_sizes": calibration.block_sizes,
         "context_length": calibration.context_length,
         "element_size": calibration.element_size,
+        "windows": None if calibration.effects is None else calibration.effects.windows,
     }

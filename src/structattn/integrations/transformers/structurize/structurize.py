@@ -15,6 +15,7 @@ from structattn.errors import ConfigError
 from structattn.integrations.hub import source_config
 from structattn.integrations.transformers.architecture.loading import check_plain
 from structattn.integrations.transformers.calibration.absorb import Absorption
+from structattn.integrations.transformers.calibration.allocate import Allocation
 from structattn.integrations.transformers.calibration.discovery import FoundAttention, find_attention
 from structattn.integrations.transformers.calibration.record import Calibration
 from structattn.integrations.transformers.calibration.splits import CALIBRATED_SPLITS
@@ -86,7 +87,7 @@ def structurize(
             ``generate`` makes: ``structurize(model, "standard", storage=sa.Storage(4, 4))`` gives any
             supported model a cache of 4 bits. A list has an entry for each layer of the model: a storage,
             ``None``, or a list of these with one for each key head. It is saved with the model. Default
-            ``None``: as they are.
+            ``None``: as they are, or as an ``Allocation`` says.
 
     Returns:
         The model, now of a class such as ``StructAttnLlamaForCausalLM``. ``save_pretrained`` keeps the
@@ -109,7 +110,10 @@ def structurize(
     split = check_any_split(rotary_split)
     attention = _attention_layers(model, calibration)
     length = _length_of_blocks(model, context_length)
-    specs = specs_of_layers(spec, chosen_layers(layers, list(attention)), model.config.num_hidden_layers)
+    chosen = chosen_layers(layers, list(attention))
+    specs = specs_of_layers(spec, chosen, model.config.num_hidden_layers)
+    if storage is None and isinstance(spec, Allocation):
+        storage = spec.storage_of(chosen, len(specs))
     layouts = {
         number: layout for number, text in enumerate(specs) if (layout := layout_with_levels(text, length)) is not None
     }

@@ -1,0 +1,257 @@
+"""How much the predictions of a model change when key heads see less, found by gates between the two."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from structattn.cache.storage.quantize import quantized
+from structattn.errors import CalibrationError
+from structattn.integrations.transformers.attention.call import AttentionCall
+from structattn.integrations.transformers.attention.interface import attend
+from structattn.integrations.transformers.attention.registration import register
+from structattn.integrations.transformers.calibration.discovery import FoundAttention, observed
+from structattn.integrations.transformers.masks.mask_functions import structured_mask
+from structattn.integrations.transformers.variant import Variant
+from structattn.layers.rotary_order import UNCHANGED
+from structattn.layout.levels import LevelLayout
+from structattn.progress import counted
+
+SINK_TOKENS = 4  # of the windows that heads are tried with
+_NAME = "structattn_head_effects"
+_POINTS = (1 / 4, 3 / 4)  # of the path of all gates from 1 to 0: the middles of two halves
+_SCORED = 512  # positions of a text at which predictions are compared: logits are many numbers
+_SPAN, _CUE = 16, 4  # tokens of a span that comes again, and how many of them say which one it is
+_MOST_SPANS = 16
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HeadEffects:
+    """What the predictions lose when key heads see less, to be added over heads.
+
+    Each number is the mean Kullback-Leibler divergence from the predictions of the model, in nats per token,
+    that a key head causes when all of them see less: the numbers of all heads sum to what is measured then.
+
+    Attributes:
+        windows: ascending; numbers of recent tokens, to which ``SINK_TOKENS`` first ones are added.
+        text: (windows, heads) float64, heads of all layers in their order; on the user's text.
+        retrieval: likewise; on tokens that are a copy of what the context has.
+        bits: (heads,) float64; where far keys and values have 4 bits, on the user's text.
+    """
+
+    windows: tuple[int, ...]
+    text: Tensor
+    retrieval: Tensor
+    bits: Tensor
+
+
+@dataclass(frozen=True)
+class _Gates:
+    """How each key head attends: gates times the model's output, plus the rest times another.
+
+    Attributes:
+        rows: the place of each module's heads in ``values``.
+        values: (heads of all layers,).
+        less: the other output, (B, T, H, V).
+    """
+
+    rows: dict[nn.Module, slice]
+    values: Tensor
+    less: Callable[[AttentionCall], Tensor]
+
+
+_active: list[_Gates] = []
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: object,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **arguments: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The attention of the model between its own output and that of heads that see less."""
+    gates = _active[-1]
+    call = AttentionCall(module, Variant(), UNCHANGED, query, key, value, attention_mask, dropout, scaling, arguments)
+    whole, _ = attend(call)
+    if module not in gates.rows:
+        return whole, None
+    less = gates.less(call)
+    gate = gates.values[gates.rows[module]].to(whole)
+    gate = gate.repeat_interleave(query.shape[1] // key.shape[1])[:, None]
+    return less + gate * (whole - less), None
+
+
+register(_NAME, _attention, structured_mask)
+
+
+def _in_window(window: int) -> Callable[[AttentionCall], Tensor]:
+    """Attention to the last ``window`` tokens and the first ones."""
+
+    def less(call: AttentionCall) -> Tensor:
+        layout = LevelLayout.sliding((call.query.shape[-1],), (window,), "standard", sink_tokens=SINK_TOKENS)
+        return attend(call._replace(variant=Variant(layout=layout)))[0]
+
+    return less
+
+
+def _in_bits(bits: int, residual: int) -> Callable[[AttentionCall], Tensor]:
+    """Attention in which keys and values outside the last ``residual`` tokens have that many bits."""
+
+    def less(call: AttentionCall) -> Tensor:
+        key, value = call.key, call.value
+        assert isinstance(key, Tensor)
+        assert isinstance(value, Tensor)
+        rough_key, rough_value = _rounded(key, bits, -2), _rounded(value, bits, -1)
+        dims, value_dims = call.query.shape[-1], value.shape[-1]
+        # Level 1 has rounded numbers of all tokens, level 2 what recent ones lack.
+        layout = LevelLayout.sliding((dims, dims), (None, residual), "standard", (value_dims, value_dims))
+        both, _ = attend(
+            call._replace(
+                variant=Variant(layout=layout),
+                query=torch.cat([call.query, call.query], dim=-1),
+                key=torch.cat([rough_key, key - rough_key], dim=-1),
+                value=torch.cat([rough_value, value - rough_value], dim=-1),
+                scaling=dims**-0.5 if call.scaling is None else call.scaling,
+            )
+        )
+        return both[..., :value_dims] + both[..., value_dims:]
+
+    return less
+
+
+def _rounded(x: Tensor, bits: int, axis: int, group: int = 64) -> Tensor:
+    """Numbers (..., T, d) in groups along an axis, as a cache stores them; a last group may be shorter."""
+    parts = []
+    for part in x.detach().split(group, dim=axis):
+        codes, scale, zero = quantized(part, bits, axis)
+        parts.append(zero.to(x) + scale.to(x) * codes.to(x))
+    return torch.cat(parts, dim=axis)
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """Tokens (1, T), and the positions (n,) at which predictions are compared."""
+
+    ids: Tensor
+    scored: Tensor
+
+
+def _text_prompt(ids: Tensor) -> _Prompt:
+    """A text, with its last positions."""
+    return _Prompt(ids, torch.arange(max(0, ids.shape[1] - _SCORED), ids.shape[1], device=ids.device))
+
+
+def _retrieval_prompt(ids: Tensor, generator: torch.Generator) -> _Prompt:
+    """A text in whose end spans from all of it come again, half of them made of its tokens in random order.
+
+    What follows the first tokens of a copy can be read nowhere but at the original.
+    """
+    ids, length = ids.clone(), ids.shape[1]
+    count = min(_MOST_SPANS, length // (4 * _SPAN))
+    kept = length - count * _SPAN  # the copies follow
+    slots = torch.randperm(kept // _SPAN, generator=generator)[:count] * _SPAN
+    for place in slots[::2].tolist():
+        taken = torch.randint(kept, (_SPAN,), generator=generator)
+        ids[0, place : place + _SPAN] = ids[0, taken.to(ids.device)]
+    order = slots[torch.randperm(count, generator=generator)]
+    at = (order[:, None] + torch.arange(_SPAN)).flatten()
+    ids[0, kept:] = ids[0, at.to(ids.device)]
+    scored = torch.arange(kept, length).view(count, _SPAN)[:, _CUE - 1 : -1].flatten()  # each predicts the next token
+    return _Prompt(ids, scored.to(ids.device))
+
+
+def _log_probabilities(model: PreTrainedModel, prompt: _Prompt) -> Tensor:
+    """(n, V) of the scored positions."""
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        logits = model(input_ids=prompt.ids, use_cache=False, logits_to_keep=prompt.scored).logits[0]
+    else:
+        logits = model(input_ids=prompt.ids, use_cache=False).logits[0, prompt.scored]
+    return logits.float().log_softmax(-1)
+
+
+class _Measurement:
+    """The prompts of a model, and what it predicts."""
+
+    def __init__(self, model: PreTrainedModel, layers: Sequence[FoundAttention], prompts: Sequence[_Prompt]) -> None:
+        self.model, self.prompts = model, prompts
+        self._references: list[Tensor] = []
+        self.rows, end = {}, 0
+        for layer in layers:
+            self.rows[layer.module] = slice(end, end + layer.num_kv_heads)
+            end += layer.num_kv_heads
+        self.count = end
+
+    def effects(self, less: Callable[[AttentionCall], Tensor], words: str) -> Tensor:
+        """(heads,): the gradients along the path from all gates at 1 to all at 0, with the other sign."""
+        total = torch.zeros(self.count, dtype=torch.float64)
+        with observed(self.model, _NAME):
+            for number, prompt in enumerate(counted(self.prompts, words)):
+                if number == len(self._references):
+                    self._references.append(self._predict(prompt, 1.0, less)[0].exp())
+                reference = self._references[number]
+                entropy = torch.special.entr(reference).sum(-1)
+                for point in _POINTS:
+                    with torch.enable_grad():
+                        found, gates = self._predict(prompt, point, less)
+                        divergence = (-(reference * found).sum(-1) - entropy).mean()
+                        (slope,) = torch.autograd.grad(divergence, gates)
+                    if not bool(slope.isfinite().all()):
+                        raise CalibrationError(
+                            "the predictions of the model are NaN or infinite where some heads see less: calibrate "
+                            "with retrieval=False, or in float32"
+                        )
+                    total -= slope.double().cpu() / len(_POINTS)
+        return total / len(self.prompts)
+
+    def _predict(self, prompt: _Prompt, point: float, less: Callable[[AttentionCall], Tensor]) -> tuple[Tensor, Tensor]:
+        gates = torch.full((self.count,), point, device=prompt.ids.device, requires_grad=torch.is_grad_enabled())
+        _active.append(_Gates(self.rows, gates, less))
+        try:
+            return _log_probabilities(self.model, prompt), gates
+        finally:
+            _active.pop()
+
+
+def head_effects(
+    model: PreTrainedModel, layers: Sequence[FoundAttention], texts: Sequence[Tensor], windows: Sequence[int]
+) -> HeadEffects:
+    """Measures what key heads lose that see a window, or numbers of 4 bits.
+
+    Args:
+        model: a plain causal language model; its parameters take no gradients in the meantime.
+        layers: those of keys of their own.
+        texts: ids (1, T) each, as many as there are prompts of each kind.
+        windows: ascending, shorter than the texts.
+
+    Cost: for each window 4 forward passes (one of them plain) and 3 backward passes of each text and of a
+        retrieval prompt of its length; and as many for the bits, of texts.
+
+    Source: ours. Gates between full attention and a window: DuoAttention (arXiv 2410.10819), which trains
+        them; the path integral: Sundararajan et al. 2017 (integrated gradients), whose parts sum to all.
+    """
+    generator = torch.Generator().manual_seed(0)
+    of_text = _Measurement(model, layers, [_text_prompt(ids) for ids in texts])
+    of_copies = _Measurement(model, layers, [_retrieval_prompt(ids, generator) for ids in texts])
+    required = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in required:
+        parameter.requires_grad_(False)
+    try:
+        text, retrieval = [], []
+        for window in windows:
+            text.append(of_text.effects(_in_window(window), f"heads in windows of {window}"))
+            retrieval.append(of_copies.effects(_in_window(window), f"far recall in windows of {window}"))
+        bits = of_text.effects(_in_bits(4, 128), "heads in 4 bits")
+    finally:
+        for parameter in required:
+            parameter.requires_grad_(True)
+    return HeadEffects(windows=tuple(windows), text=torch.stack(text), retrieval=torch.stack(retrieval), bits=bits)

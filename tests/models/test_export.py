@@ -145,6 +145,17 @@ def test_every_kind_of_attention(spec, options) -> None:
     check(model, programs, [[5]], 29)
 
 
+def test_a_step_makes_no_tensors_on_the_cpu() -> None:
+    """On a GPU a step would copy them there, which a CUDA graph cannot."""
+    model = make(
+        "heads:mlr:8|8@32|8,sink_tokens=2/standard/mlr:8|8@32|8,sink_tokens=2/standard", num_heads=4, embed_dim=64
+    )
+    programs = export_decoder(model, max_length=30, batch_size=1)
+    targets = [str(node.target) for node in programs.decode.graph.nodes if node.op == "call_function"]
+    assert "aten.bmm.default" in targets
+    assert not [target for target in targets if "lift" in target or "_to_copy" in target]
+
+
 @pytest.mark.full
 def test_one_row() -> None:
     model = make("mlr:8|4|4")

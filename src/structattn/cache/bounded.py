@@ -214,9 +214,8 @@ class BoundedLevels:
         """
         score, scale = q.new_zeros(()), q.new_zeros(())
         parts = q[..., softmax.dims].split([level.rank for level in softmax.levels], dim=3)
-        for level, part, of_level, of_count in zip(
-            softmax.levels, parts, *softmax.layout.score_factors(options.scale), strict=True
-        ):
+        per_level, per_count = softmax.layout.score_factors(options.scale)
+        for level, part, of_level, of_count in zip(softmax.levels, parts, per_level, per_count, strict=True):
             tensor = next(keys)
             of_slots = product(grouped(part * of_level, tensor.shape[1]), tensor).reshape(*q.shape[:3], -1)
             seen = _seen(level, columns, last)
@@ -225,9 +224,9 @@ class BoundedLevels:
         score = score * scale
         hidden = ~_seen(softmax.levels[0], columns, last)
         for tensor in sinks:
-            factors = torch.tensor(softmax.layout.whole_factors(options.scale), dtype=q.dtype, device=q.device)
-            scaled = grouped(q[..., softmax.dims] * factors, tensor.shape[1])
-            of_slots = product(scaled, tensor).reshape(*q.shape[:3], -1)
+            # Numbers of Python: a step would copy a tensor of them to the GPU, which a CUDA graph cannot.
+            scaled = torch.cat([part * (x * per_count[-1]) for part, x in zip(parts, per_level, strict=True)], dim=3)
+            of_slots = product(grouped(scaled, tensor.shape[1]), tensor).reshape(*q.shape[:3], -1)
             score = torch.cat([score, of_slots], dim=3)
             later = torch.arange(tensor.shape[3], device=last.device) > last
             hidden = torch.cat([hidden.expand(later.shape[0], -1), later], dim=1)

@@ -128,10 +128,3 @@ def with_whole_values(layout: AnyLayout | None) -> AnyLayout | None:
     if isinstance(layout, HeadLayouts):
         return HeadLayouts(tuple(with_whole_values(x) for x in layout.layouts))
     return replace(layout, value_ranks=None) if isinstance(layout, LevelLayout) else layout
-
-
-def one_layout(what: str, layout: AnyLayout | None) -> Layout | None:
-    """The layout of all heads; raises ``ConfigError`` where they have several, which ``what`` cannot."""
-    if isinstance(layout, HeadLayouts):
-        raise ConfigError(f"{what} has one layout for all heads of a layer, got {layout}: give one spec for all heads")
-    return layout

@@ -34,17 +34,21 @@ def select_heads(x: Tensor, heads: tuple[int, ...], dim: int = 1) -> Tensor:
     """These heads of a tensor, ascending: a view where they are next to each other."""
     if all(b == a + 1 for a, b in pairwise(heads)):
         return x.narrow(dim, heads[0], len(heads))
+    return _taken(x, heads, dim)
+
+
+def _taken(x: Tensor, heads: tuple[int, ...], dim: int) -> Tensor:
+    """These heads, in their order."""
+    if torch.compiler.is_compiling():
+        # A program cannot keep an index for later calls, and would copy a new one to the GPU in each, which a
+        # CUDA graph cannot.
+        starts = [0, *(i for i in range(1, len(heads)) if heads[i] != heads[i - 1] + 1), len(heads)]
+        return torch.cat([x.narrow(dim, heads[a], b - a) for a, b in pairwise(starts)], dim)
     return x.index_select(dim, _index(heads, x.device))
 
 
-def _index(heads: tuple[int, ...], device: torch.device) -> Tensor:
-    if torch.compiler.is_compiling():  # a compiled program cannot keep objects for later calls
-        return torch.tensor(heads, device=device)
-    return _cached_index(heads, device)
-
-
 @lru_cache(maxsize=256)
-def _cached_index(heads: tuple[int, ...], device: torch.device) -> Tensor:
+def _index(heads: tuple[int, ...], device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return torch.tensor(heads, device=device)
 
@@ -65,7 +69,7 @@ def joined(outs: Sequence[Tensor], heads: Grouped, per_key_head: int = 1) -> Ten
     if order == sorted(order):
         return out
     positions = tuple(sorted(range(len(order)), key=order.__getitem__))
-    return out.index_select(1, _index(positions, out.device))
+    return _taken(out, positions, 1)
 
 
 def terms_of(terms: ScoreTerms, heads: tuple[int, ...]) -> ScoreTerms:

@@ -30,6 +30,69 @@ def test_cached_is_uncached(rotary) -> None:
     assert (layer.weights(x)[:, 1, 30, 2:25] == 0).all()
 
 
+BILINEAR = {
+    "btt": ("bilinear-btt:1", "standard/window:6,sink_tokens=2/mlr:32|32@32|8*2", 4),
+    "btt, mup": ("bilinear-btt:1,scaling=mup", "standard/window:6,sink_tokens=2*2/standard", 4),
+    "monarch": ("bilinear-monarch", "window:6/standard*3", 4),
+    "mlr": ("bilinear-mlr:8|4", "standard/mlr:8|8@32|8", 2),
+    "mlr, mup": ("bilinear-mlr:8|4,scaling=mup", "window:9/standard", 2),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rotary", [None, sa.Rotary()], ids=str)
+@pytest.mark.parametrize("case", BILINEAR)
+def test_bilinear_heads(case, rotary) -> None:
+    score, heads, groups = BILINEAR[case]
+    spec = f"{score}+heads:{heads}"
+    layer = attention(spec, num_kv_heads=groups, rotary=rotary)
+    for x in layer.parameters():
+        torch.nn.init.normal_(x, std=0.5)
+    x = torch.randn(2, 40, 64, dtype=torch.float64)
+    whole, cache = layer(x), layer.new_cache()
+    parts = [layer(x[:, a:b], cache=cache) for a, b in ((0, 7), (7, 19), *((at, at + 1) for at in range(19, 40)))]
+    assert_close(torch.cat(parts, dim=1), whole)
+    # Each head is that of a layer with its layout and the same weights; a plain one is scaled by the scoring.
+    q, k, v = layer.project(x)[:3]
+    for head, layout in enumerate(layer.layout.layouts):
+        if layout is None:
+            layer_of_head = attention(score, num_kv_heads=groups, rotary=rotary)
+        else:
+            options = {"scoring": parse_spec(score).scoring, "layout": layout, "rotary": rotary}
+            layer_of_head = sa.Attention(64, 4, groups, **options).double()
+        layer_of_head.load_state_dict(layer.state_dict(), strict=False)
+        alone = layer_of_head.project(x)
+        expected = sa.structured_attention(*alone[:3], layout, scale=alone[3], backend="reference")
+        queries = slice(head * 4 // groups, (head + 1) * 4 // groups)
+        found = sa.structured_attention(q, k, v, layer.layout, backend="reference")
+        assert_close(found[:, queries], expected[:, queries])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("spec", ["bilinear-btt:1+window:6", "bilinear-monarch,scaling=mup"])
+def test_equal_bilinear_heads_are_one_spec(spec) -> None:
+    score, _, window = spec.partition("+")
+    one, heads = attention(spec), attention(f"{score}+heads:{window or 'standard'}*4")
+    for layer in (one, heads):
+        torch.manual_seed(1)
+        for x in layer.parameters():
+            torch.nn.init.normal_(x, std=0.3)
+    x = torch.randn(2, 40, 64, dtype=torch.float64)
+    assert_close(heads(x), one(x, attn_mask=None))
+
+
+@torch.no_grad()
+def test_plain_heads_of_another_rank_rotate() -> None:
+    torch.manual_seed(0)
+    options = {"scoring": scoring.Standard(rank=10, scaling="mup"), "rotary": sa.Rotary()}
+    one, heads = (
+        sa.Attention(64, 4, layout=layout, **options).double() for layout in (None, sa.HeadLayouts([None] * 4))
+    )
+    heads.load_state_dict(one.state_dict(), strict=False)
+    x = torch.randn(2, 20, 64, dtype=torch.float64)
+    assert_close(heads(x), one(x))
+
+
 @torch.no_grad()
 def test_a_model_stores_heads_and_layers_in_bits_of_their_own() -> None:
     torch.manual_seed(0)
@@ -72,11 +135,18 @@ def test_the_cost_of_a_cache_is_what_it_allocates() -> None:
     assert cache.nbytes == 8 * layer.cost(40).cache_numbers
 
 
+def test_mup_scales_every_head() -> None:
+    spec = parse_spec("bilinear-btt:1+heads:standard/window:6,sink_tokens=2").with_scaling("mup")
+    assert str(spec) == "bilinear-btt:1,scaling=mup+heads:standard/window:6,sink_tokens=2,scaling=mup"
+    assert str(parse_spec("heads:standard/window:6").with_scaling("mup")).count("scaling=mup") == 2
+
+
 @torch.no_grad()
-def test_a_model_generates_alike_with_and_without_a_cache() -> None:
+@pytest.mark.parametrize("spec", [SPEC, "bilinear-btt:1+heads:standard/window:6,sink_tokens=2/mlr:32|32@32|8*2"])
+def test_a_model_generates_alike_with_and_without_a_cache(spec) -> None:
     torch.manual_seed(0)
     model = sa.LanguageModel(
-        50, f"[{SPEC},standard]", embed_dim=64, num_layers=2, num_heads=4, context_length=64, rotary=sa.Rotary()
+        50, f"[{spec},standard]", embed_dim=64, num_layers=2, num_heads=4, context_length=64, rotary=sa.Rotary()
     )
     for x in model.parameters():
         x.normal_(std=0.2)
@@ -88,7 +158,14 @@ def test_a_model_generates_alike_with_and_without_a_cache() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    [SPEC, "heads:standard", "heads:standard*2/window:252,sink_tokens=4*6", "heads:sliding:4|4@-|9,values=6|2/mlr:4|4"],
+    [
+        SPEC,
+        "heads:standard",
+        "heads:standard*2/window:252,sink_tokens=4*6",
+        "heads:sliding:4|4@-|9,values=6|2/mlr:4|4",
+        "bilinear-btt:2,rms_cap=true+heads:window:252,sink_tokens=4*2/standard",
+        "bilinear-mlr:4|4+heads:standard/mlr:8|4",
+    ],
 )
 def test_texts(text) -> None:
     spec = parse_spec(text)
@@ -109,6 +186,8 @@ def test_texts(text) -> None:
         ("heads:mlr:4|4+window:3", "has both a layout and a window"),
         ("heads:mlr-text:32|32", "text units as levels"),
         ("standard+heads:standard", "leave out the other terms"),
+        ("bilinear-btt:1+window:4+heads:standard", "leave out the other terms"),
+        ("bilinear-btt:1 + heads:", "expected a spec before and after every /"),
     ],
 )
 def test_texts_that_are_wrong(text, message) -> None:
@@ -122,8 +201,8 @@ def test_mistakes() -> None:
     with pytest.raises(ConfigError, match="expected 16, got 4.4 = 8"):
         attention("heads:mlr:4|4*4")
     near = sa.LevelLayout.sliding((64,), (5,))
-    with pytest.raises(ConfigError, match="share them: leave scoring at its default"):
-        sa.Attention(64, 4, scoring=scoring.BTT(rank=1), layout=sa.HeadLayouts((near,) * 4))
+    with pytest.raises(ConfigError, match="expected as many key heads as the 4 heads, got 2; leave num_kv_heads out"):
+        sa.Attention(64, 4, 2, scoring=scoring.BTT(rank=1), layout=sa.HeadLayouts((near,) * 2))
     with pytest.raises(ConfigError, match="heads with layouts of their own keep keys"):
         attention().new_cache(keys="hidden")
     with pytest.raises(ConfigError, match="heads have layouts and windows of their own"):

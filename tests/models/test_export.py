@@ -132,6 +132,7 @@ def test_what_does_not_fit_is_refused(exported) -> None:
         ("window:5,sink_tokens=3", {}),
         ("heads:standard/window:5,sink_tokens=3", {}),
         ("heads:sliding:8|8@-|9/standard/sliding:8|8@-|9/mlr:8|8@32|8", {"num_heads": 4, "embed_dim": 64}),
+        ("bilinear-btt:1+heads:standard/window:5,sink_tokens=3", {}),
         ("global-window:8|8@5", {}),
         ("bilinear-btt:1", {}),
         ("bilinear-btt:1", {"rotary": False}),

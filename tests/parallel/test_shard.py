@@ -93,6 +93,7 @@ CASES = {
     "heads, padded": Model(
         spec="heads:standard/sliding:4|4@-|5", rotary="interleaved", batch=3, options={"left_padding": [0, 40, 15]}
     ),
+    "bilinear heads": Model(spec="bilinear-btt:1+heads:standard/window:9,sink_tokens=2"),
     "btt": Model(spec="bilinear-btt:1"),
     "layers": Model(spec="[standard,window:7]", rotary="low_far", length=41),
 }

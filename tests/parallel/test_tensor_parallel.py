@@ -31,6 +31,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "text": ("mlr-text:4|2|2", {"text_units": True}, {}),
     "sliding": ("sliding:4|2|2@-|9|4", {}, {}),
     "heads": ("heads:standard/window:5,sink_tokens=2/mlr:4|2|2/standard", {"rotary": sa.Rotary()}, {}),
+    "bilinear heads": ("bilinear-btt:1+heads:standard*3/mlr:32|32@32|8*5", {"num_kv_heads": 8}, {}),
     "layers of heads": ("[heads:standard*3/window:5,heads:mlr:4|4*4]", {}, {}),
 }
 QUICK = ("rotary", "values", "bilinear mlr", "heads")

@@ -41,6 +41,7 @@ from structattn.layout.levels import LevelLayout
 from structattn.layout.text import TextLayout
 from structattn.memory import check_memory
 from structattn.ops import Backend, structured_attention
+from structattn.ops.by_heads import joined, query_heads, select_heads
 from structattn.ops.checks import taken_dtype
 from structattn.optim.roles import Role, linear_roles
 from structattn.parallel.shard import SequenceShard
@@ -143,7 +144,7 @@ class Attention(AttentionLayer, NumberedLayer):
     def _rotary(self, rotary: Rotary) -> RotaryFunction:
         """What rotates queries and keys, fitted to the levels."""
         if isinstance(self.layout, HeadLayouts):
-            return HeadRotary(rotary, self.layout, self.head_dim)
+            return HeadRotary(rotary, self.layout, self.scoring.level_sizes)
         return rotary.build(self.scoring.level_sizes if self.layout is None else self.layout.ranks)
 
     def parameter_roles(self) -> dict[str, Role]:
@@ -224,10 +225,23 @@ class Attention(AttentionLayer, NumberedLayer):
             k = k.expand(-1, v.shape[1], -1, -1)
         elif v.shape[1] < k.shape[1]:
             v = v.repeat_interleave(k.shape[1] // v.shape[1], dim=1)
-        if self.layout is not None:
-            return q, k, v, None
-        q, scale = self.scoring.scaled(q)
+        q, scale = self._scaled(q)
         return q, k, v, scale
+
+    def _scaled(self, q: Tensor) -> tuple[Tensor, float | None]:
+        """Queries, and the scale of their scores; ``None`` where it is that of layouts."""
+        if self.layout is None:
+            return self.scoring.scaled(q)
+        if isinstance(self.layout, HeadLayouts) and None in self.layout.layouts and not self.scoring.is_variance:
+            parts, per_key_head = [], q.shape[1] // self.layout.num_heads
+            for of_heads, heads in self.layout.groups:
+                part = select_heads(q, query_heads(heads, per_key_head))
+                if of_heads is None:  # whose scores are scaled by 1 / sqrt(D)
+                    part, scale = self.scoring.scaled(part)
+                    part = part * (scale * math.sqrt(q.shape[3]))
+                parts.append(part)
+            q = joined(parts, self.layout, per_key_head)
+        return q, None
 
     def _check_states(self, name: str, states: Tensor) -> None:
         checks.check_states(name, states, self.embed_dim, next(self.scoring.matrix.parameters()))
@@ -377,9 +391,8 @@ class Attention(AttentionLayer, NumberedLayer):
             k = k if self.rotary is None else self.rotary(k, positions)
         else:
             k = x[:, None]
-        v, scale = self._values(x), None
-        if self.layout is None:
-            q, scale = self.scoring.scaled(q)
+        v = self._values(x)
+        q, scale = self._scaled(q)
         return q.to(v.dtype), k.to(v.dtype), v, scale
 
     @property

@@ -34,8 +34,8 @@ class AttentionSpec:
         num_kv_heads: overrides the model's number of key and value heads (``standard,kv_heads=1``); ``None``
             keeps it.
         custom: a variant that is no scoring and layout, in place of all of these. Default ``None``.
-        heads: for each key head a spec with a layout or a window, in place of ``layout`` and ``window``.
-            Default ``None``: all heads have those.
+        heads: for each key head a spec with a layout or a window, in place of ``layout`` and ``window``; all
+            have ``scoring``, whose keys are then as many. Default ``None``: all heads have those.
 
     Raises:
         ConfigError: an option is of another kind or out of its range, or two exclude each other.
@@ -77,8 +77,10 @@ class AttentionSpec:
         assert self.heads is not None
         if not self.heads:
             raise ConfigError("heads need a spec for each key head, got none")
-        if self.layout is not None or self.window is not None or self.scoring != Standard():
-            raise ConfigError("heads have layouts and windows of their own: leave scoring, layout and window out")
+        if self.layout is not None or self.window is not None:
+            raise ConfigError("heads have layouts and windows of their own: leave layout and window out")
+        if isinstance(self.scoring, Standard) and self.scoring != Standard():
+            raise ConfigError("the scaling of standard heads is that of their specs: heads:standard,scaling=mup")
         for head, spec in enumerate(self.heads):
             check_type(f"the spec of head {head}", spec, AttentionSpec, "an AttentionSpec", "parse_spec reads text")
             is_plain = spec.custom is None and (spec.heads, spec.num_heads, spec.num_kv_heads) == (None, None, None)
@@ -131,9 +133,13 @@ class AttentionSpec:
         check_choice("scaling", scaling, get_args(ScoreScaling))
         if self.custom is not None:
             raise ConfigError(f"{self.custom} has no scaling for muP: train it with the standard parametrization")
-        if self.heads is not None:
-            return dataclasses.replace(self, heads=tuple(spec.with_scaling(scaling) for spec in self.heads))
         layout, scoring = self.layout, self.scoring
+        if self.heads is not None and isinstance(scoring, Standard):
+            return dataclasses.replace(self, heads=tuple(spec.with_scaling(scaling) for spec in self.heads))
+        if self.heads is not None:  # those without a layout have the scale of the scoring
+            heads = [spec if spec == AttentionSpec() else spec.with_scaling(scaling) for spec in self.heads]
+            scoring = scoring if scoring.scaling != "variance" else dataclasses.replace(scoring, scaling=scaling)
+            return dataclasses.replace(self, scoring=scoring, heads=tuple(heads))
         if layout is not None and layout.scaling == "variance":
             return dataclasses.replace(self, layout=dataclasses.replace(layout, scaling=scaling))
         if layout is None and scoring.scaling == "variance":

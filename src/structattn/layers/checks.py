@@ -11,7 +11,7 @@ from structattn.cache.bounded import LayerCache
 from structattn.checks import check_like, check_tensor, check_type, describe, is_int
 from structattn.errors import ConfigError, ShapeError
 from structattn.layers.rotary import Rotary
-from structattn.layers.scoring import Scoring, Standard
+from structattn.layers.scoring import MLR, Scoring, Standard
 from structattn.layout.checks import check_sum
 from structattn.layout.global_window import GlobalWindowLayout
 from structattn.layout.heads import AnyLayout, HeadLayouts
@@ -67,10 +67,10 @@ def check_layout(
     )
     check_type("layout", layout, layouts, "a LevelLayout, GlobalWindowLayout, HeadLayouts, TextLayout or None", remedy)
     if isinstance(layout, HeadLayouts):
-        if not isinstance(scoring, Standard):
+        if not isinstance(scoring, Standard | MLR) and num_heads != num_kv_heads:
             raise ConfigError(
-                f"heads have layouts of their own where each has its own keys, and those of {type(scoring).__name__} "
-                "share them: leave scoring at its default, or give one layout"
+                f"the heads of {type(scoring).__name__} have keys of their own, and so the layouts: expected as many "
+                f"key heads as the {num_heads} heads, got {num_kv_heads}; leave num_kv_heads out, or give one layout"
             )
         layout.check_heads(num_kv_heads)
         for of_head, _ in layout.groups:

@@ -15,16 +15,16 @@ class HeadRotary(nn.Module):
     Args:
         rotary: base, split and scaling.
         layout: of each key head.
-        head_dim: D, which a head without a layout has as its one rank.
+        sizes: the ranks of a head without a layout.
 
     Cost: that of ``RotaryEmbedding``, and one more copy where there are several layouts.
     """
 
-    def __init__(self, rotary: Rotary, layout: HeadLayouts, head_dim: int) -> None:
+    def __init__(self, rotary: Rotary, layout: HeadLayouts, sizes: tuple[int, ...]) -> None:
         super().__init__()
         self.layout = layout
         layouts = [of_head for of_head, _ in layout.groups]
-        self.groups = nn.ModuleList(rotary.build((head_dim,) if each is None else each.ranks) for each in layouts)
+        self.groups = nn.ModuleList(rotary.build(sizes if each is None else each.ranks) for each in layouts)
         self._numbers = {each: number for number, each in enumerate(layouts)}
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:

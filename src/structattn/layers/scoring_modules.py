@@ -156,6 +156,11 @@ class ScoringModule(nn.Module):
         here.
         """
 
+    @property
+    def is_variance(self) -> bool:
+        """Whether ``scaled`` is the scale 1 / sqrt(D) of scores without a layout."""
+        return False
+
     def projection_flops(self, num_queries: int, num_keys: int) -> int:
         """FLOPs of ``forward`` for one example, 2 per multiply-add, norms not counted."""
         return self.matrix.projection_flops(self.order(num_queries, num_keys), num_queries, num_keys)
@@ -215,6 +220,10 @@ class OneNormScoring(ScoringModule):
         size = self.feature_dim
         self.q_norm = nn.LayerNorm(size, bias=shape.bias) if shape.norm else nn.Identity()
         self.k_norm = nn.LayerNorm(size, bias=shape.bias) if shape.norm else nn.Identity()
+
+    @property
+    def is_variance(self) -> bool:
+        return self.score_scale == "variance"
 
     @property
     def _is_fixed(self) -> bool:

@@ -215,7 +215,8 @@ FORMS: dict[str, Form] = {
 HEADS = Form(
     "heads:SPEC*N/SPEC*N/...",
     "heads:standard*2/window:252,sink_tokens=4*6",
-    "a spec for each key head: SPEC, a layout or a window, for N heads in turn, 1 unless N is given",
+    "a spec for each key head: SPEC, a layout or a window, for N heads in turn, 1 unless N is given; after a bilinear "
+    "scoring, bilinear-btt:1+heads:..., it is of all heads",
 )
 _HEADS = "heads:"
 
@@ -331,11 +332,15 @@ def parse_spec(text: str) -> AttentionSpec:
         )
     if text.lstrip().startswith(_HEADS):
         return _parse_heads(text.strip())
+    terms, *heads = re.split(rf"\+\s*(?={_HEADS})", text.strip(), maxsplit=1)
+    if heads:
+        spec = parse_spec(terms)
+        with reading("attention spec", text, HEADS.help):
+            if spec != AttentionSpec(scoring=spec.scoring) or isinstance(spec.scoring, Standard):
+                raise ConfigError("only a bilinear scoring goes before specs of heads: leave out the other terms")
+        return dataclasses.replace(spec, heads=_parse_heads(heads[0]).heads)
     fields: dict[str, Any] = {}
     for term in text.strip().split("+"):
-        if term.lstrip().startswith(_HEADS):
-            with reading("attention spec", text, HEADS.help):
-                raise ConfigError("specs of heads are a whole spec: leave out the other terms")
         term_fields = _read_term(term)
         with reading("attention spec", text, _ALL_FORMS):
             twice = set(term_fields) & set(fields)
@@ -379,6 +384,9 @@ def describe_spec(text: str) -> str:
     reports.
     """
     check_type("an attention spec", text, str, _TEXT)
+    terms, *heads = re.split(rf"\+\s*(?={_HEADS})", text.strip(), maxsplit=1)
+    if heads:
+        return f"{describe_spec(terms)}; and {describe_spec(heads[0])}"
     if text.lstrip().startswith(_HEADS):
         counted = _counted(parse_spec(text).heads or ())
         parts = [(describe_spec(spec), f"{count} key {'head' if count == 1 else 'heads'}") for spec, count in counted]
@@ -463,6 +471,6 @@ def format_spec(spec: AttentionSpec) -> str:
     if spec.custom is not None:
         return str(spec.custom)
     if spec.heads is not None:
-        return _heads_text(spec.heads)
+        return "+".join([*_scoring_terms(spec), _heads_text(spec.heads)])
     window = [] if spec.window is None else [write_term("window", spec.window)]
     return "+".join([*_scoring_terms(spec), *_layout_terms(spec), *window]) or "standard"

@@ -12,6 +12,7 @@ from test_hf_saving import changed, own
 from transformers import GenerationMixin
 
 from structattn.errors import CacheError, ConfigError
+from structattn.integrations.transformers import calibrate, structurize
 from structattn.integrations.transformers.masks.structured_mask import StructuredMask
 
 IDS = tokens(2, 12)
@@ -106,9 +107,22 @@ def test_which_models_have_a_plan_for_tensor_parallelism() -> None:
     assert not changed(gpt2).supports_tp_plan
 
 
+def with_heads(**options):
+    model = llama(num_key_value_heads=4).double().eval()
+    spec = "heads:standard/window:5,sink_tokens=2/mlr:4|4@16|4,scaling=standard/window:5,sink_tokens=2"
+    return structurize(model, spec, **options)
+
+
+def with_calibrated_heads():
+    plain = llama(num_key_value_heads=4).double().eval()
+    options = {"rotary_split": "calibrated", "calibration": calibrate(plain, [tokens(2, 30)])}
+    return structurize(plain, "mlr:4|4@16|4,scaling=standard", **options)
+
+
 @pytest.mark.full
-def test_tensor_parallelism(tmp_path) -> None:
-    model = changed()
+@pytest.mark.parametrize("make", [changed, with_heads, with_calibrated_heads])
+def test_tensor_parallelism(make, tmp_path) -> None:
+    model = make()
     model.save_pretrained(tmp_path / "model")
     text = model.generate(IDS, max_new_tokens=9, do_sample=False, pad_token_id=0)
     save_file({"logits": model(IDS).logits, "ids": IDS, "text": text}, tmp_path / "expected")

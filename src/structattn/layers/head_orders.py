@@ -39,6 +39,7 @@ class HeadOrders:
     def __init__(self, orders: tuple[tuple[int, ...], ...]) -> None:
         self.orders = orders
         self._by_device: dict[torch.device, Tensor] = {}
+        self._parts: dict[tuple[int, int], HeadOrders] = {}
 
     @cached_property
     def index(self) -> Tensor:
@@ -50,7 +51,7 @@ class HeadOrders:
         """Queries or keys, (B, H or G, T, D).
 
         Raises:
-            ConfigError: there are other heads than in the orders, as with tensor parallelism.
+            ConfigError: there are other heads than in the orders.
         """
         index = self._by_device.get(x.device)
         if index is None:
@@ -59,13 +60,17 @@ class HeadOrders:
                 self._by_device[x.device] = index
         if x.shape[1] % len(self.orders):
             raise ConfigError(
-                f"the order of dimensions is of {len(self.orders)} key heads, and this call has {x.shape[1]}: tensor "
-                "parallelism, which splits heads, needs one spec for all heads, and rotary_split='low_far' or "
-                "'interleaved'"
+                f"the order of dimensions is of {len(self.orders)} key heads, and this call has {x.shape[1]} heads: a "
+                "division of heads that shows in no weights needs one spec for all heads, and rotary_split='low_far' "
+                "or 'interleaved'"
             )
         index = index.repeat_interleave(x.shape[1] // len(self.orders), dim=0)
         return x.gather(-1, index[None, :, None, :].expand(x.shape[0], -1, x.shape[2], -1))
 
     def of_heads(self, first: int, end: int) -> HeadOrders:
         """Those of some key heads."""
-        return HeadOrders(self.orders[first:end])
+        if (part := self._parts.get((first, end))) is None:
+            part = HeadOrders(self.orders[first:end])
+            if not torch.compiler.is_compiling():
+                self._parts[first, end] = part
+        return part

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 from structattn.integrations.transformers.attention.arguments import TERMS
 from structattn.integrations.transformers.caches.layer_cache import PendingStates
 from structattn.integrations.transformers.variant import Variant
+from structattn.layers.head_orders import HeadOrders
+from structattn.layout.heads import HeadLayouts
 from structattn.ops.terms import ScoreTerms
 
 
@@ -61,9 +64,37 @@ class AttentionCall(NamedTuple):
         """The class of the module, for messages."""
         return type(self.module).__name__
 
+    def of_process(self) -> AttentionCall:
+        """This call with the layouts and the orders of the key heads that this process has, where tensor
+        parallelism of transformers divides them.
+        """
+        layout, reorder = self.variant.layout, self.reorder
+        count = (self.key.states if isinstance(self.key, PendingStates) else self.key).shape[1]
+        total = layout.num_heads if isinstance(layout, HeadLayouts) else count
+        if isinstance(reorder, HeadOrders):
+            total = len(reorder.orders)
+        if count == total or (first := _first_head(self.module, count, total)) is None:
+            return self
+        end = first + count
+        if isinstance(layout, HeadLayouts):
+            layout = HeadLayouts(layout.layouts[first:end])
+        return self._replace(variant=replace(self.variant, layout=layout), reorder=reorder.of_heads(first, end))
+
     def terms(self, attn_mask: Tensor | None = None) -> ScoreTerms:
         """The terms of the score that the model gives, with a mask; the scale is the model's, see
         ``Variant.scaled``.
         """
         named = {term: self.arguments.get(name) for name, term in TERMS.items()}
         return ScoreTerms(scale=self.scaling, attn_mask=attn_mask, **named)
+
+
+def _first_head(module: nn.Module, count: int, total: int) -> int | None:
+    """The first of the ``count`` key heads, of ``total`` in all processes, that a process has; ``None`` where
+    its weights are not divided so.
+    """
+    for parameter in module.parameters():
+        mesh = getattr(parameter, "device_mesh", None)  # of a DTensor, whose class is slow to import
+        if mesh is not None and mesh.ndim == 1 and mesh.size() * count == total:
+            rank: int = mesh.get_local_rank()
+            return rank * count
+    return None

@@ -280,14 +280,14 @@ class RegisteredAttention:
         """See ``attend``."""
         variant = self.variant(module, query.shape[-1])
         check_fits(variant.layout, query.shape[-1], query.shape[-1])
-        if isinstance(variant.layout, HeadLayouts):
-            states = key.states if isinstance(key, PendingStates) else key
-            variant.layout.check_heads(states.shape[1])
         order = self._order(module, variant.layout, query.shape[-1])
-        attention = attend if division_of(module) is None else attend_shard
-        return attention(
-            AttentionCall(module, variant, order, query, key, value, attention_mask, dropout, scaling, kwargs)
-        )
+        call = AttentionCall(module, variant, order, query, key, value, attention_mask, dropout, scaling, kwargs)
+        if isinstance(variant.layout, HeadLayouts):
+            call = call.of_process()
+            states = key.states if isinstance(key, PendingStates) else key
+            assert isinstance(call.variant.layout, HeadLayouts)
+            call.variant.layout.check_heads(states.shape[1])
+        return attend(call) if division_of(module) is None else attend_shard(call)
 
 
 def _has_levels(layout: AnyLayout) -> bool:

@@ -230,6 +230,8 @@ def _attention(
         )
     variant, reorder = module.structure.variant, module.reorder
     call = AttentionCall(module, variant, reorder, query, key, value, attention_mask, dropout, scaling, kwargs)
+    if isinstance(variant.layout, HeadLayouts) or isinstance(reorder, HeadOrders):
+        call = call.of_process()
     if (cache := given_packed_cache()) is not None:
         return attend_packed(call, cache=cache)
     return attend(call) if division_of(module) is None else attend_shard(call)

@@ -67,6 +67,13 @@ MODELS = {
 MORE = {
     "heads of levels": lambda: structurize(llama(), "[heads:mlr:4|2|2@64|16|8/window:9*1,mlr:4|4]"),
     "own heads": lambda: own(["heads:standard/window:12,sink_tokens=2", "heads:mlr:4|4/window:7"]),
+    "bilinear heads": lambda: own(
+        [
+            "bilinear-btt:1,scaling=mup+heads:window:12,sink_tokens=2*3/standard",
+            "bilinear-mlr:4|2,scaling=mup+heads:standard/window:9*3",
+        ],
+        num_key_value_heads=4,
+    ),
     "four heads": lambda: own("heads:standard/window:12,sink_tokens=2*2/standard", num_key_value_heads=4),
     "window and levels": lambda: structurize(mistral(), "mlr:4|4"),
     "levels": lambda: structurize(llama(), "mlr:4|2|2"),

@@ -33,6 +33,7 @@ from structattn.layers.device import Device, check_dtype, on_device
 from structattn.layers.layer import AttentionLayer
 from structattn.layers.rotary import Rotary
 from structattn.layers.rotary_heads import HeadRotary
+from structattn.layers.scaled_queries import scaled_queries
 from structattn.layers.scoring import Scoring, Standard, check_scoring
 from structattn.layers.scoring_latent import ScoringLatent
 from structattn.layers.scoring_modules import HeadShape
@@ -41,7 +42,6 @@ from structattn.layout.levels import LevelLayout
 from structattn.layout.text import TextLayout
 from structattn.memory import check_memory
 from structattn.ops import Backend, structured_attention
-from structattn.ops.by_heads import joined, query_heads, select_heads
 from structattn.ops.checks import taken_dtype
 from structattn.optim.roles import Role, linear_roles
 from structattn.parallel.shard import SequenceShard
@@ -225,23 +225,8 @@ class Attention(AttentionLayer, NumberedLayer):
             k = k.expand(-1, v.shape[1], -1, -1)
         elif v.shape[1] < k.shape[1]:
             v = v.repeat_interleave(k.shape[1] // v.shape[1], dim=1)
-        q, scale = self._scaled(q)
+        q, scale = scaled_queries(self.scoring, self.layout, q)
         return q, k, v, scale
-
-    def _scaled(self, q: Tensor) -> tuple[Tensor, float | None]:
-        """Queries, and the scale of their scores; ``None`` where it is that of layouts."""
-        if self.layout is None:
-            return self.scoring.scaled(q)
-        if isinstance(self.layout, HeadLayouts) and None in self.layout.layouts and not self.scoring.is_variance:
-            parts, per_key_head = [], q.shape[1] // self.layout.num_heads
-            for of_heads, heads in self.layout.groups:
-                part = select_heads(q, query_heads(heads, per_key_head))
-                if of_heads is None:  # whose scores are scaled by 1 / sqrt(D)
-                    part, scale = self.scoring.scaled(part)
-                    part = part * (scale * math.sqrt(q.shape[3]))
-                parts.append(part)
-            q = joined(parts, self.layout, per_key_head)
-        return q, None
 
     def _check_states(self, name: str, states: Tensor) -> None:
         checks.check_states(name, states, self.embed_dim, next(self.scoring.matrix.parameters()))
@@ -392,7 +377,7 @@ class Attention(AttentionLayer, NumberedLayer):
         else:
             k = x[:, None]
         v = self._values(x)
-        q, scale = self._scaled(q)
+        q, scale = scaled_queries(self.scoring, self.layout, q)
         return q.to(v.dtype), k.to(v.dtype), v, scale
 
     @property

@@ -8,6 +8,7 @@ from structattn.cache.paged import PackedCache
 from structattn.errors import ConfigError
 from structattn.layers.attention import Attention
 from structattn.layers.checks import check_states
+from structattn.layers.scaled_queries import scaled_queries
 from structattn.layout.text import TextLayout
 from structattn.ops.terms import ScoreTerms
 
@@ -40,9 +41,7 @@ def attend_packed(attention: Attention, cache: PackedCache, layer: int, x: Tenso
         q = attention.rotary(q, positions)
     k = attention.latent.keys(x, positions)
     v = attention.value_proj(x).unflatten(-1, (attention.num_kv_heads, attention.head_dim)).transpose(1, 2)
-    scale = None
-    if layout is None:
-        q, scale = scoring.scaled(q)
+    q, scale = scaled_queries(scoring, layout, q)
     q, k = q.to(v.dtype), k.to(v.dtype)
     out = cache.attend(layer, q, k, v, ScoreTerms(scale=scale), layout=layout, window=attention.window)
     projected: Tensor = attention.out_proj(out.transpose(1, 2).flatten(-2))

@@ -170,10 +170,10 @@ class ContextParallel:
                 process group.
             DerivativeError: a second derivative is asked for.
 
-        Cost: what a process sends is ``layout.communication_bytes``, in one exchange for each layout of key
-            heads, and 32 bytes to each other one by which they check that the calls agree. Memory is linear
-            in T_p and in what arrives, which is kept for the backward pass. With ``is_causal`` and contiguous
-            shards the last process has the most work.
+        Cost: what a process sends is ``layout.communication_bytes``, and 32 bytes to each other one by which
+            they check that the calls agree. Of ``HeadLayouts`` each layout is an exchange, of its key heads.
+            Memory is linear in T_p and in what arrives, which is kept for the backward pass. With
+            ``is_causal`` and contiguous shards the last process has the most work.
 
         Source: ours; the joining of parts is that of ring attention (Liu et al. 2023).
         """

@@ -351,7 +351,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("padding", [None, [0, 21]])
 def test_a_prompt_in_several_pieces_reads_what_single_tokens_read(padding, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many queries at once over what all of them read as codes, and few over the rest."""
-    monkeypatch.setattr("structattn.cache.contents._PROMPT_QUERIES", 24)
+    monkeypatch.setattr("structattn.cache.over_quantized._PROMPT_QUERIES", 24)
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, 120, 12, dtype=torch.float64) for heads in (4, 2, 2))
     options = {"storage": sa.Storage(4, 8, group_size=8, residual=10), "left_padding": padding}

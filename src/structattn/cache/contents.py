@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, Self
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from structattn.cache import native_decode
-from structattn.cache.attend import over_dense, over_view, plain_with_lse
+from structattn.cache.attend import over_dense, over_view
 from structattn.cache.decode import KeyValueView
 from structattn.cache.latent import Latent
 from structattn.cache.levels import (
@@ -21,10 +22,12 @@ from structattn.cache.levels import (
     Softmax,
     sink_level,
     softmaxes_of,
+    stored_levels,
     value_levels,
     widest,
 )
 from structattn.cache.native_decode import Step
+from structattn.cache.over_quantized import over_quantized
 from structattn.cache.storage import TEXT_PAGE_SIZE, GroupStore, LevelStore, Page, Storage
 from structattn.checks import MAX_LENGTH, check_choice, check_size, check_sizes, describe
 from structattn.errors import CacheError, CheckpointError, ConfigError, ShapeError
@@ -36,13 +39,10 @@ from structattn.memory import check_memory
 from structattn.ops import Backend
 from structattn.ops.backends import NAMED
 from structattn.ops.checks import autocasted, check_layout
-from structattn.ops.joined_softmax import joined_softmax
 from structattn.ops.terms import DTYPES, ScoreTerms
 
 # Up to this many new tokens are decoded from the pages, run by run; more are computed over dense keys.
 _FEW_TOKENS = 16
-# Queries of a prompt that are computed together over quantized tokens: few calls, and little that is copied.
-_PROMPT_QUERIES = 512
 
 
 class OtherLatentError(ConfigError):
@@ -175,8 +175,8 @@ class Contents:
 
         self.keys = [store(dim, level) for dim, level in zip(dims, self.key_levels, strict=False)]
         self.values = [store(level.rank, level) for level in self.value_levels]
-        self.key_groups = self._new_groups("key_bits", self.key_levels, page_size)
-        self.value_groups = self._new_groups("value_bits", self.value_levels, page_size)
+        self.key_groups = self._new_groups(self.key_levels, page_size)
+        self.value_groups = self._new_groups(self.value_levels, page_size)
         self.sink_keys: list[LevelStore] = []  # of the sink tokens, in all dimensions; with a latent as of the keys
         self.sink_values: list[LevelStore] = []
         if self.sinks is not None:
@@ -196,49 +196,21 @@ class Contents:
         else:
             self.key_levels = (widest(self.softmaxes),) * (2 if self.latent.num_rstd else 1)
         self.value_levels = value_levels(self.softmaxes, self.layout, self.shape.values[1])
-        if self.storage is not None:
-            self.key_levels = self._recent("key_bits", self.key_levels)
-            self.value_levels = self._recent("value_bits", self.value_levels)
+        self.key_levels = stored_levels(self.key_levels, self.storage, "key_bits")
+        self.value_levels = stored_levels(self.value_levels, self.storage, "value_bits")
         self.sinks: SinkLevel | None = sink_level(self.layout, head_dim)
 
-    def _recent(self, name: str, levels: tuple[Level, ...]) -> tuple[Level, ...]:
-        """The levels of which the stores keep the exact numbers."""
-        storage = self.storage
-        assert storage is not None
-        return tuple(
-            level if bits == 16 or storage.stays_exact(level.longest) else RecentLevel.of(level, storage)
-            for level, bits in zip(levels, storage.bits(name, len(levels)), strict=True)
-        )
-
-    def _new_groups(self, name: str, levels: tuple[Level, ...], page_size: int) -> list[GroupStore | None]:
+    def _new_groups(self, levels: tuple[Level, ...], page_size: int) -> list[GroupStore | None]:
         """Stores for what is quantized of each level."""
-        if self.storage is None:
-            return [None] * len(levels)
-        size = self.storage.group_size
         stores: list[GroupStore | None] = []
-        for level, bits in zip(levels, self.storage.bits(name, len(levels)), strict=True):
+        for level in levels:
             if not isinstance(level, RecentLevel):
                 stores.append(None)
                 continue
-            of_block, ring = level.of_block, level.ring_of_window
-            if of_block is not None and of_block % size:
-                raise ConfigError(
-                    f"group_size must divide the blocks of each level: expected a divisor of {of_block}, the block of "
-                    f"level {level.number}, got {size}"
-                )
-            ring = None if ring is None else -(-(ring - self.storage.residual) // size) + 2
+            of_block, ring, size = level.of_block, level.ring_of_window, level.format.group_size
+            ring = None if ring is None else -(-(ring - level.storage.residual) // size) + 2
             longest = ring if ring is not None else None if of_block is None else of_block // size
-            stores.append(
-                GroupStore(
-                    level.rank,
-                    bits=bits,
-                    group_size=size,
-                    per_token=name == "value_bits",
-                    ring=ring,
-                    longest=longest,
-                    page_size=max(1, page_size // size),
-                )
-            )
+            stores.append(GroupStore(level.format, ring=ring, longest=longest, page_size=max(1, page_size // size)))
         return stores
 
     @property
@@ -418,7 +390,7 @@ class Contents:
             if not len(rows) == len(end) == len(first):
                 raise CheckpointError(f"quantized tokens need {len(rows)} positions, got {len(end)} and {len(first)}")
             for number, (row, _, pad) in enumerate(rows):
-                position, size, storage = self.length - pad, store.group_size, level.storage
+                position, size, storage = self.length - pad, store.format.group_size, level.storage
                 least = storage.first_exact(position - 1) if position > 0 else 0
                 most = max(least, min(storage.first_exact(position), max(0, position) // size * size))
                 if end[number] % size or first[number] % size or not least <= end[number] <= most:
@@ -728,75 +700,23 @@ class Contents:
             stored_values: likewise, as they are kept; ``None``: no values are quantized.
             values: of all tokens, that are summed.
         """
-        storage, count, length = self.storage, q.shape[2], keys.shape[2]
-        assert storage is not None
-        if stored_values is values and self._sees_all(options, backend) and count >= storage.group_size:
-            return self._over_all_quantized(q, keys, values, options)
+        assert self.storage is not None
         out = q.new_empty((*q.shape[:3], values.shape[3]))
         for number, (_, batch, pad) in enumerate(self.rows):
-            first = self.length
-            while first < length:
-                exact = storage.first_exact(first - pad)
-                end = min(length, pad + max(0, exact) + storage.group_size + storage.residual - 1)
-                end = max(end, first + 1)
-                self._quantize_row(number, batch, pad, first - pad, keys, stored_values)
-                steps = slice(first - self.length, end - self.length)
-                terms = options.of_queries(steps.start, steps.stop, count, length).of_rows(batch)
-                padding = None
-                if pad:
-                    padding = torch.full((out[batch].shape[0],), min(pad, end), device=q.device)
-                out[batch, :, steps] = over_dense(
-                    q[batch, :, steps],
-                    keys[batch, :, :end],
-                    values[batch, :, :end],
-                    terms,
-                    layout=layout,
-                    window=self.window,
-                    left_padding=padding,
-                    backend=backend,
-                    chunk_size=self.chunk_size,
-                )
-                first = end
-        return out
-
-    def _sees_all(self, options: ScoreTerms, backend: Backend) -> bool:
-        """Whether queries see all tokens before them, in one level, and nothing changes the scores."""
-        layout = self.layout
-        is_plain = layout is None or (isinstance(layout, LevelLayout) and layout.num_levels == 1 and not layout.windows)
-        is_whole = is_plain and self.window is None and self.chunk_size is None
-        assert self.storage is not None
-        return is_whole and options.has_scale_only and backend == "auto" and self.storage.residual > 0
-
-    def _over_all_quantized(self, q: Tensor, keys: Tensor, values: Tensor, options: ScoreTerms) -> Tensor:
-        """``_over_quantized`` where ``_sees_all``: many queries at once over the groups that all of them
-        read, and few at a time over the rest, whose boundary moves, joined by their log-sum-exps.
-        """
-        storage, length = self.storage, keys.shape[2]
-        assert storage is not None
-        out = q.new_zeros((*q.shape[:3], values.shape[3]))
-        for number, (_, batch, pad) in enumerate(self.rows):
-            for first in range(max(self.length, pad), length, _PROMPT_QUERIES):
-                end = min(first + _PROMPT_QUERIES, length)
-                low = pad + storage.first_exact(first - pad)  # all these queries read what is before it as codes
-                near_k, near_v = (x[batch, :, low:end].clone() for x in (keys, values))
-                self._quantize_row(number, batch, pad, end - 1 - pad, keys, values)
-                query = q[batch, :, first - self.length : end - self.length]
-                near, at, before = [], first, low
-                while at < end:
-                    border = pad + storage.first_exact(at - pad)
-                    stop = min(end, border + storage.group_size + storage.residual - 1)
-                    for exact, read in ((near_k, keys), (near_v, values)):
-                        exact[:, :, before - low : border - low] = read[batch, :, before:border]
-                    k, v = near_k[:, :, : stop - low], near_v[:, :, : stop - low]
-                    near.append(plain_with_lse(query[:, :, at - first : stop - first], k, v, options, is_causal=True))
-                    at, before = stop, border
-                near_out, near_lse = (torch.cat(pieces, dim=2) for pieces in zip(*near, strict=True))
-                if low > pad:
-                    k, v = keys[batch, :, pad:low], values[batch, :, pad:low]
-                    far_out, far_lse = plain_with_lse(query, k, v, options, is_causal=False)
-                    _, share, weight = joined_softmax(near_lse, far_lse[..., None])
-                    near_out = near_out * share + far_out * weight
-                out[batch, :, first - self.length : end - self.length] = near_out
+            quantize = partial(self._quantize_row, number, batch, pad, keys=keys, values=stored_values)
+            out[batch] = over_quantized(
+                q[batch],
+                keys[batch],
+                values[batch],
+                options.of_rows(batch),
+                quantize,
+                storage=self.storage,
+                layout=layout,
+                window=self.window,
+                pad=pad,
+                chunk_size=self.chunk_size,
+                backend=backend,
+            )
         return out
 
     def _quantize(self, length: int, k: Tensor | None = None, v: Tensor | None = None) -> None:
@@ -864,7 +784,7 @@ class Contents:
         """
         self._step = None
         exact = level.storage.first_exact(position)
-        size, sinks = store.group_size, 0 if self.sinks is None else self.sinks.layout.sink_tokens
+        size, sinks = store.format.group_size, 0 if self.sinks is None else self.sinks.layout.sink_tokens
         if self._mark is not None and not any(store is marked for marked, *_ in self._mark.groups):
             self._mark.groups.append((store, len(store.pages), list(store.end), list(store.first)))
         overwritten = None if self._mark is None else self._mark.overwritten
@@ -879,13 +799,8 @@ class Contents:
                 run = run[: next(n for n, group in enumerate(run) if level.start(group * size, number) != start)]
             groups = groups[len(run) :]
             at = slice(offset + run[0] * size, offset + (run[-1] + 1) * size)
-            x = dense[:, :, at].unflatten(2, (len(run), size)).transpose(3, 4)
-            x = x.clone(memory_format=torch.contiguous_format)
-            # Sink tokens are read elsewhere: their numbers, often large, must not widen the range of others.
+            x = store.format.of_tokens(dense[:, :, at], [group * size for group in run], sinks)
             hidden = min(max(0, sinks - run[0] * size), len(run) * size)
-            for n in range(-(-hidden // size)):
-                of_group = min(hidden - n * size, size)
-                x[:, :, n, :, :of_group] = x[:, :, n, :, of_group : of_group + 1] if of_group < size else 0.0
             slots = [store.slot(group, start) for group in run]
             store.grow(max(slots) + 1, self.shape.batch, dense)
             stored = store.write(x, batch, run[0], start, overwritten).transpose(3, 4).flatten(2, 3)
@@ -969,7 +884,7 @@ class Contents:
             store, _ = stored
             store.lost = [max(0, min(length - pad, self._oldest(*stored, row, pad))) for row, _, pad in self.rows]
         for groups, level in self.groups:  # what is seen exactly again is quantized again, to the same numbers
-            size, after = groups.group_size, [max(0, length - pad) for _, _, pad in self.rows]
+            size, after = groups.format.group_size, [max(0, length - pad) for _, _, pad in self.rows]
             groups.end = [
                 min(end, level.storage.first_exact(position), position // size * size)
                 for end, position in zip(groups.end, after, strict=True)
@@ -1015,7 +930,7 @@ class Contents:
         for groups, quantized in self.groups:
             for number, (row, _, pad) in enumerate(self.rows):
                 following = length - pad
-                needed = quantized.first_group(following, row) * groups.group_size
+                needed = quantized.first_group(following, row) * groups.format.group_size
                 if needed < quantized.storage.first_exact(following) and groups.first[number] > needed:
                     yield quantized, needed, groups.first[number]
 
@@ -1067,7 +982,7 @@ class Contents:
 
     def _read_groups(self, store: GroupStore, level: RecentLevel, past: Tensor) -> None:
         """Writes the quantized numbers that the next query sees into those of all tokens (B, G, S, rank)."""
-        size = store.group_size
+        size = store.format.group_size
         for number, (row, batch, pad) in enumerate(self.rows):
             position = self.length - pad
             end = min(store.end[number], level.storage.first_exact(position))

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from structattn.cache.storage.options import Storage
+from structattn.cache.storage.quantize import GroupFormat
+from structattn.errors import ConfigError
 from structattn.layout.global_window import GlobalWindowLayout, Layout
 from structattn.layout.levels import LevelLayout
 
@@ -178,14 +180,11 @@ class RecentLevel(Level):
 
     Attributes:
         storage: says which.
+        format: of the other tokens.
     """
 
     storage: Storage
-
-    @classmethod
-    def of(cls, level: Level, storage: Storage) -> RecentLevel:
-        """That of a level."""
-        return cls(**{field.name: getattr(level, field.name) for field in fields(level)}, storage=storage)
+    format: GroupFormat
 
     @property
     def ring(self) -> int | None:
@@ -224,6 +223,36 @@ class RecentLevel(Level):
     def first_group(self, position: int, row: int) -> int:
         """The first group that a query at ``position`` sees a token of, exact or quantized."""
         return max(0, super().first_needed(position, row)) // self.storage.group_size
+
+
+def stored_levels(levels: Sequence[Level], storage: Storage | None, name: str) -> tuple[Level, ...]:
+    """The levels of keys or of values, those of which far tokens are quantized as a ``RecentLevel``.
+
+    Args:
+        name: ``"key_bits"`` or ``"value_bits"``.
+
+    Raises:
+        ConfigError: the bits are those of another number of levels, or groups do not divide a block.
+    """
+    if storage is None:
+        return tuple(levels)
+    found: list[Level] = []
+    for level, bits in zip(levels, storage.bits(name, len(levels)), strict=True):
+        if bits == 16 or storage.stays_exact(level.longest):
+            found.append(level)
+            continue
+        of_groups = GroupFormat(
+            dim=level.rank, bits=bits, group_size=storage.group_size, per_token=name == "value_bits"
+        )
+        values = {field.name: getattr(level, field.name) for field in fields(level)}
+        recent = RecentLevel(**values, storage=storage, format=of_groups)
+        if recent.of_block is not None and recent.of_block % storage.group_size:
+            raise ConfigError(
+                f"group_size must divide the blocks of each level: expected a divisor of {recent.of_block}, the block "
+                f"of level {level.number}, got {storage.group_size}"
+            )
+        found.append(recent)
+    return tuple(found)
 
 
 def sink_level(layout: Layout | None, rank: int) -> SinkLevel | None:

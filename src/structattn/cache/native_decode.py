@@ -104,7 +104,7 @@ class Step:
             start = level.start(position, row)
             block, begins = (0, start) if level.has_segments else (level.block_size, -1)
             plan += (block, begins, store.ring or 0, level.window or 0, store.dim, store.num_pages)
-            plan += (0, 0, 0) if codes is None else (codes.bits, codes.ring or 0, len(codes.pages))
+            plan += (0, 0, 0) if codes is None else (codes.format.bits, codes.ring or 0, len(codes.pages))
             if store.longest is None or store.capacity < store.longest:
                 stop = min(stop, store.capacity + (0 if store.ring is not None else start))
         for store in sinks:

@@ -16,11 +16,13 @@ from structattn.cache.storage.options import (
     storage_of_layers,
 )
 from structattn.cache.storage.page import Page
+from structattn.cache.storage.quantize import GroupFormat
 
 __all__ = [
     "PAGE_SIZE",
     "TEXT_PAGE_SIZE",
     "FullPage",
+    "GroupFormat",
     "GroupStore",
     "LayerStorage",
     "LevelStore",

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from structattn.cache.storage.quantize import packed, quantized, scale_dtype, unpacked
+from structattn.cache.storage.quantize import GroupFormat
 from structattn.errors import CheckpointError
 
 _NAMES = ("codes", "scale", "zero")
@@ -22,11 +22,7 @@ class GroupStore:
     or in slot m modulo the slots of a ring.
 
     Args:
-        dim: numbers per position and head.
-        bits: 8 or 4.
-        group_size: g.
-        per_token: whether scale and zero belong to a token and ``group_size`` dimensions, as of values; else
-            to a dimension and the tokens of a group, as of keys.
+        format: of its numbers; g is its ``group_size``.
         ring: slots, where a window forgets groups; ``None`` where a block does, or nothing.
         longest: the most slots; ``None`` for no limit.
         page_size: slots that are allocated at a time.
@@ -38,28 +34,13 @@ class GroupStore:
             and zeros of keys are (B, heads, slots, dim, 1), those of values (B, heads, slots, parts, g).
     """
 
-    def __init__(
-        self,
-        dim: int,
-        *,
-        bits: int,
-        group_size: int,
-        per_token: bool,
-        ring: int | None,
-        longest: int | None,
-        page_size: int,
-    ) -> None:
-        self.dim, self.bits, self.group_size, self.per_token = dim, bits, group_size, per_token
+    def __init__(self, format: GroupFormat, *, ring: int | None, longest: int | None, page_size: int) -> None:
+        self.format = format
         self.ring, self.longest, self.page_size = ring, longest, page_size
         self.end, self.first = [0], [0]
         self.pages: list[tuple[Tensor, Tensor, Tensor]] = []
 
     names = _NAMES
-
-    @property
-    def parts(self) -> int:
-        """Groups of dimensions, of values."""
-        return -(-self.dim // self.group_size)
 
     @property
     def capacity(self) -> int:
@@ -73,7 +54,7 @@ class GroupStore:
 
     def slot(self, group: int, start: int) -> int:
         """The slot of a group, of a block that starts at position ``start``."""
-        return group - start // self.group_size if self.ring is None else group % self.ring
+        return group - start // self.format.group_size if self.ring is None else group % self.ring
 
     def grow(self, slots: int, batch: int, like: Tensor) -> None:
         """Allocates pages until there are ``slots``, for ``batch`` rows and the heads, dtype and device of
@@ -82,15 +63,11 @@ class GroupStore:
         with torch.inference_mode(False):  # else they could not be written to outside of that mode
             while (capacity := self.capacity) < slots:
                 size = self.page_size if self.longest is None else min(self.page_size, self.longest - capacity)
-                shape, dtype = (batch, like.shape[1], size), scale_dtype(like.dtype)
-                of_group = (self.parts, self.group_size) if self.per_token else (self.dim, 1)
-                self.pages.append(
-                    (
-                        like.new_zeros((*shape, self.dim, self.group_size * self.bits // 8), dtype=torch.uint8),
-                        like.new_zeros((*shape, *of_group), dtype=dtype),
-                        like.new_zeros((*shape, *of_group), dtype=dtype),
-                    )
+                codes, scale, zero = (
+                    like.new_zeros((batch, like.shape[1], size, *shape), dtype=dtype)
+                    for shape, dtype in self.format.tensors(like.dtype)
                 )
+                self.pages.append((codes, scale, zero))
 
     def place(self, slot: int) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
         """The page of a slot, and which of its slots it is."""
@@ -131,41 +108,21 @@ class GroupStore:
         Returns:
             The numbers as they are read, as x.
         """
-        codes, scale, zero = self._quantized(x)
-        stored = packed(codes, self.bits), scale, zero
+        stored = self.format.quantized(x)
         for first, size, page, slot in self._spans(group, x.shape[2], start):
             for held, new in zip(page, stored, strict=True):
                 there = held[rows, :, slot : slot + size]
                 if overwritten is not None:
                     overwritten.append(partial(there.copy_, there.clone()))
                 there.copy_(new[:, :, first : first + size])
-        return self._numbers(codes, scale, zero, x.dtype)
-
-    def _quantized(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if not self.per_token:
-            return quantized(x, self.bits, -1)
-        missing = self.parts * self.group_size - self.dim
-        if missing and self.parts > 1:
-            parts = [quantized(part, self.bits, -2) for part in x.split(self.group_size, dim=-2)]
-            codes, scale, zero = (torch.cat(of_parts, dim=-2) for of_parts in zip(*parts, strict=True))
-            return codes, scale, zero
-        parted = x.unflatten(-2, (self.parts, -1))
-        codes, scale, zero = quantized(parted, self.bits, -2)
-        return codes.flatten(-3, -2), scale.squeeze(-2), zero.squeeze(-2)
-
-    def _numbers(self, codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:
-        """The numbers of codes (..., dim, g)."""
-        wide = torch.promote_types(dtype, torch.float32)
-        if self.per_token:
-            scale, zero = (x.repeat_interleave(self.group_size, dim=-2)[..., : self.dim, :] for x in (scale, zero))
-        return torch.addcmul(zero.to(wide), scale.to(wide), codes.to(wide)).to(dtype)
+        return self.format.numbers(*stored, x.dtype)
 
     def read(self, rows: slice, first: int, end: int, start: int, dtype: torch.dtype) -> Tensor:
         """The numbers of groups first ... end - 1, (rows, heads, n g, dim)."""
         numbers = []
         for _, size, page, slot in self._spans(first, end - first, start):
             codes, scale, zero = (x[rows, :, slot : slot + size] for x in page)
-            numbers.append(self._numbers(unpacked(codes, self.bits), scale, zero, dtype))
+            numbers.append(self.format.numbers(codes, scale, zero, dtype))
         return torch.cat(numbers, dim=2).transpose(3, 4).flatten(2, 3)
 
     def selected(self, rows: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -203,10 +160,7 @@ class GroupStore:
         if missing := [name for name in _NAMES if name not in pages]:
             raise CheckpointError(f"quantized tokens have no {missing[0]}")
         slots = pages["codes"].shape[2] if pages["codes"].dim() == 5 else 0
-        of_group = (self.parts, self.group_size) if self.per_token else (self.dim, 1)
-        of_codes = (self.dim, self.group_size * self.bits // 8)
-        expected = ((of_codes, torch.uint8), (of_group, scale_dtype(dtype)), (of_group, scale_dtype(dtype)))
-        for name, (shape, kind) in zip(_NAMES, expected, strict=True):
+        for name, (shape, kind) in zip(_NAMES, self.format.tensors(dtype), strict=True):
             x = pages[name]
             if x.shape != (*rows, slots, *shape) or x.dtype != kind:
                 raise CheckpointError(

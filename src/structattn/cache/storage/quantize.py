@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -44,3 +47,74 @@ def packed(codes: Tensor, bits: int) -> Tensor:
 def unpacked(codes: Tensor, bits: int) -> Tensor:
     """What ``packed`` was made of."""
     return codes if bits == 8 else torch.cat([codes & 15, codes >> 4], dim=-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupFormat:
+    """How one level's numbers are quantized, in groups of consecutive tokens.
+
+    Attributes:
+        dim: numbers per position and head.
+        bits: 8 or 4.
+        group_size: g, tokens of a group.
+        per_token: whether scale and zero belong to a token and ``group_size`` dimensions, as of values; else
+            to a dimension and the tokens of a group, as of keys.
+    """
+
+    dim: int
+    bits: int
+    group_size: int
+    per_token: bool
+
+    @property
+    def parts(self) -> int:
+        """Groups of dimensions, of values."""
+        return -(-self.dim // self.group_size)
+
+    def tensors(self, dtype: torch.dtype) -> tuple[tuple[tuple[int, int], torch.dtype], ...]:
+        """Shape and dtype of codes, scale and zero of a group of one head, in a model of a dtype."""
+        of_group = (self.parts, self.group_size) if self.per_token else (self.dim, 1)
+        of_codes = (self.dim, self.group_size * self.bits // 8)
+        return (of_codes, torch.uint8), (of_group, scale_dtype(dtype)), (of_group, scale_dtype(dtype))
+
+    def quantized(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Codes in bytes, scale and zero of n groups (rows, heads, n, dim, g), with the shapes of ``tensors``
+        in place of the last two axes.
+        """
+        codes, scale, zero = self._quantized(x)
+        return packed(codes, self.bits), scale, zero
+
+    def _quantized(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if not self.per_token:
+            return quantized(x, self.bits, -1)
+        missing = self.parts * self.group_size - self.dim
+        if missing and self.parts > 1:
+            parts = [quantized(part, self.bits, -2) for part in x.split(self.group_size, dim=-2)]
+            codes, scale, zero = (torch.cat(of_parts, dim=-2) for of_parts in zip(*parts, strict=True))
+            return codes, scale, zero
+        parted = x.unflatten(-2, (self.parts, -1))
+        codes, scale, zero = quantized(parted, self.bits, -2)
+        return codes.flatten(-3, -2), scale.squeeze(-2), zero.squeeze(-2)
+
+    def numbers(self, codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:
+        """What ``quantized`` returned, as it is read: (rows, heads, n, dim, g)."""
+        wide = torch.promote_types(dtype, torch.float32)
+        if self.per_token:
+            scale, zero = (x.repeat_interleave(self.group_size, dim=-2)[..., : self.dim, :] for x in (scale, zero))
+        return torch.addcmul(zero.to(wide), scale.to(wide), unpacked(codes, self.bits).to(wide)).to(dtype)
+
+    def of_tokens(self, x: Tensor, starts: Sequence[int], sinks: int) -> Tensor:
+        """Tokens (rows, heads, n g, dim) as n groups (rows, heads, n, dim, g), a copy, without their sink
+        tokens: these are read elsewhere, and their numbers, often large, must not widen the range of others.
+
+        Args:
+            starts: (n,), the first position of each group.
+            sinks: how many of the first positions are sink tokens.
+        """
+        groups = x.unflatten(2, (len(starts), self.group_size)).transpose(3, 4)
+        groups = groups.clone(memory_format=torch.contiguous_format)
+        for n, start in enumerate(starts):
+            if (hidden := min(max(0, sinks - start), self.group_size)) > 0:
+                of_group = groups[:, :, n]
+                of_group[..., :hidden] = of_group[..., hidden : hidden + 1] if hidden < self.group_size else 0.0
+        return groups

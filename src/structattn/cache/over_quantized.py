@@ -1,0 +1,128 @@
+"""Attention of new tokens where far tokens are quantized: each query over the numbers that it sees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from structattn.cache.attend import over_dense, plain_with_lse
+from structattn.cache.storage import Storage
+from structattn.layout.global_window import Layout
+from structattn.layout.levels import LevelLayout
+from structattn.ops import Backend
+from structattn.ops.joined_softmax import joined_softmax
+from structattn.ops.terms import ScoreTerms
+
+# Queries of a prompt that are computed together: few calls, and little that is copied.
+_PROMPT_QUERIES = 512
+
+
+def over_quantized(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    options: ScoreTerms,
+    quantize: Callable[[int], None],
+    *,
+    storage: Storage,
+    layout: Layout | None,
+    window: int | None,
+    pad: int = 0,
+    chunk_size: int | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Attention of the last T tokens of rows that are all at one position.
+
+    Args:
+        q: (rows, H, T, D).
+        keys, values: (rows, G, S, D) and (rows, Gv, S, V) of all tokens, as the first query sees them.
+        options: of these rows and queries.
+        quantize: called with the position of a query, these in order; writes into ``keys`` and ``values``
+            what that query reads as codes.
+        storage, layout, window, chunk_size: of the cache.
+        pad: leading padding tokens.
+        backend: of ``structured_attention``.
+
+    Returns:
+        (rows, H, T, V).
+    """
+    count, length = q.shape[2], keys.shape[2]
+    first = past = length - count
+    is_whole = window is None and chunk_size is None and _is_plain(layout)
+    if (
+        is_whole
+        and backend == "auto"
+        and options.has_scale_only
+        and storage.residual > 0
+        and count >= storage.group_size
+    ):
+        return _over_all(q, keys, values, options, quantize, storage=storage, pad=pad)
+    out = q.new_empty((*q.shape[:3], values.shape[3]))
+    while first < length:
+        exact = storage.first_exact(first - pad)
+        end = min(length, pad + max(0, exact) + storage.group_size + storage.residual - 1)
+        end = max(end, first + 1)
+        quantize(first - pad)
+        steps = slice(first - past, end - past)
+        out[:, :, steps] = over_dense(
+            q[:, :, steps],
+            keys[:, :, :end],
+            values[:, :, :end],
+            options.of_queries(steps.start, steps.stop, count, length),
+            layout=layout,
+            window=window,
+            left_padding=torch.full((len(q),), min(pad, end), device=q.device) if pad else None,
+            backend=backend,
+            chunk_size=chunk_size,
+        )
+        first = end
+    return out
+
+
+def _is_plain(layout: Layout | None) -> bool:
+    """Whether a layout has one level, without a window."""
+    return layout is None or (isinstance(layout, LevelLayout) and layout.num_levels == 1 and not layout.windows)
+
+
+def _over_all(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    options: ScoreTerms,
+    quantize: Callable[[int], None],
+    *,
+    storage: Storage,
+    pad: int,
+) -> Tensor:
+    """``over_quantized`` where queries see all tokens before them, in one level, and nothing but a scale
+    changes the scores: many queries at once over the groups that all of them read, and few at a time over the
+    rest, whose boundary moves, joined by their log-sum-exps.
+    """
+    length = keys.shape[2]
+    past = length - q.shape[2]
+    out = q.new_zeros((*q.shape[:3], values.shape[3]))
+    for first in range(max(past, pad), length, _PROMPT_QUERIES):
+        end = min(first + _PROMPT_QUERIES, length)
+        low = pad + storage.first_exact(first - pad)  # all these queries read what is before it as codes
+        near_k, near_v = (x[:, :, low:end].clone() for x in (keys, values))
+        quantize(end - 1 - pad)
+        query = q[:, :, first - past : end - past]
+        near, at, before = [], first, low
+        while at < end:
+            border = pad + storage.first_exact(at - pad)
+            stop = min(end, border + storage.group_size + storage.residual - 1)
+            for exact, read in ((near_k, keys), (near_v, values)):
+                exact[:, :, before - low : border - low] = read[:, :, before:border]
+            k, v = near_k[:, :, : stop - low], near_v[:, :, : stop - low]
+            near.append(plain_with_lse(query[:, :, at - first : stop - first], k, v, options, is_causal=True))
+            at, before = stop, border
+        near_out, near_lse = (torch.cat(pieces, dim=2) for pieces in zip(*near, strict=True))
+        if low > pad:
+            k, v = keys[:, :, pad:low], values[:, :, pad:low]
+            far_out, far_lse = plain_with_lse(query, k, v, options, is_causal=False)
+            _, share, weight = joined_softmax(near_lse, far_lse[..., None])
+            near_out = near_out * share + far_out * weight
+        out[:, :, first - past : end - past] = near_out
+    return out

@@ -9,47 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from quantized_numbers import attention
 from torch import Tensor
 
 import structattn as sa
 from structattn.cache import native_decode
-from structattn.cache.levels import softmaxes_of, value_levels
 from structattn.cache.storage.quantize import packed, quantized, unpacked
 from structattn.errors import CacheError, CheckpointError, ConfigError, ShapeError
 from structattn.testing.tolerances import assert_close
 
 QUICK = {0, 1, 2, 5, 6, 7, 8, 9, 10}  # programs of few tokens
 SEEDS = [pytest.param(seed, marks=[] if seed in QUICK else pytest.mark.full) for seed in range(300)]
-
-
-def read(x: Tensor, bits: int, size: int, *, per_token: bool) -> Tensor:
-    """The numbers of a group x (B, G, g, d) as they are read."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    parts = x.split(size, dim=3) if per_token else (x,)
-    found = []
-    for part in parts:
-        codes, scale, zero = quantized(part, bits, 3 if per_token else 2)
-        found.append(zero.to(wide) + scale.to(wide) * codes.to(wide))
-    return torch.cat(found, dim=3).to(x.dtype)
-
-
-def seen(x: Tensor, levels, bits, storage: sa.Storage, position: int, sinks: int, *, per_token: bool) -> Tensor:
-    """Keys or values (B, G, S, d) as a query at a position sees them."""
-    out, size, first = x.clone(), storage.group_size, 0
-    for level, of_level in zip(levels, bits, strict=True):
-        dims = slice(first, first + level.rank)
-        first += level.rank
-        if of_level == 16 or storage.stays_exact(level.longest):
-            continue
-        for start in range(0, storage.first_exact(position), size):
-            hidden = min(max(0, sinks - start), size)
-            if hidden == size:
-                continue
-            group = x[:, :, start : start + size, dims].clone()
-            group[:, :, :hidden] = group[:, :, hidden : hidden + 1]
-            group = read(group, of_level, size, per_token=per_token)
-            out[:, :, start + hidden : start + size, dims] = group[:, :, hidden:]
-    return out
 
 
 class Program:
@@ -109,25 +79,18 @@ class Program:
         return sa.LevelLayout.sliding(ranks, windows, scaling, value_ranks, sink_tokens=sinks)
 
     def _row(self, row: int) -> list[Tensor]:
-        pad, sinks = self.padding[row], self.layout.sink_tokens if self.layout else 0
-        softmaxes = softmaxes_of(self.layout, self.window, self.q.shape[3])
-        keys = [level for softmax in softmaxes for level in softmax.levels]
-        values = value_levels(softmaxes, self.layout, self.v.shape[3])
-        of_keys, of_values = self.storage.bits("key_bits", len(keys)), self.storage.bits("value_bits", len(values))
+        pad = self.padding[row]
         found = [self.q.new_zeros((self.q.shape[1], self.v.shape[3]))] * pad
         for at in range(pad, self.q.shape[2]):
-            position, tokens = at - pad, slice(pad, at + 1)
-            k = seen(self.k[row : row + 1, :, tokens], keys, of_keys, self.storage, position, sinks, per_token=False)
-            v = seen(self.v[row : row + 1, :, tokens], values, of_values, self.storage, position, sinks, per_token=True)
-            terms = dict(self.terms)
+            tokens, terms = slice(pad, at + 1), dict(self.terms)
             if "alibi_slopes" in terms:
                 terms["alibi_slopes"] = terms["alibi_slopes"][row : row + 1]
-            mask = None
             if self.mask is not None:
-                mask = self.mask[min(row, self.mask.shape[0] - 1)][None, :, at : at + 1, tokens]
+                terms["attn_mask"] = self.mask[min(row, self.mask.shape[0] - 1)][None, :, at : at + 1, tokens]
             q = self.q[row : row + 1, :, at : at + 1]
-            options = {"window": self.window, "backend": "reference", "attn_mask": mask}
-            found.append(sa.structured_attention(q, k, v, self.layout, **options, **terms)[0, :, 0])
+            k, v = (x[row : row + 1, :, tokens] for x in (self.k, self.v))
+            out = attention(q, k, v, self.layout, self.window, self.storage, at - pad, **terms)
+            found.append(out[0, :, 0])
         return found
 
     def new_cache(self) -> sa.LevelCache:
@@ -274,20 +237,12 @@ def test_heads_in_bits_of_their_own(layout, tmp_path: Path, built) -> None:
     bits = [sa.Storage((4, 8) if layout else 4, 8, 4, 6), None, sa.Storage(8, 4, 2, 0), sa.Storage(8, 4, 2, 0)]
     q, k, v = (torch.randn(2, heads, 71, 5, dtype=torch.float64) for heads in (8, 4, 4))
     expected = []
-    levels = softmaxes_of(layout, None, 5)[0].levels
     for at in range(71):
         of_heads = []
         for head, storage in enumerate(bits):
             x, y = k[:, head : head + 1, : at + 1], v[:, head : head + 1, : at + 1]
-            if storage is not None:
-                of_both = (
-                    (x, levels, storage.bits("key_bits", len(levels)), False),
-                    (y, value_levels(softmaxes_of(layout, None, 5), layout, 5), storage.bits("value_bits", 1), True),
-                )
-                sinks = layout.sink_tokens if layout else 0
-                x, y = (seen(z, of, to, storage, at, sinks, per_token=each) for z, of, to, each in of_both)
             query = q[:, 2 * head : 2 * head + 2, at : at + 1]
-            of_heads.append(sa.structured_attention(query, x, y, layout, backend="reference"))
+            of_heads.append(attention(query, x, y, layout, None, storage, at))
         expected.append(torch.cat(of_heads, 1))
     cache = sa.LevelCache(layout, storage=bits)
     found = [cache.attend(*(x[:, :, a:b] for x in (q, k, v))) for a, b in ((0, 33), (33, 40), (40, 41))]
@@ -349,13 +304,16 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("padding", [None, [0, 21]])
-def test_a_prompt_in_several_pieces_reads_what_single_tokens_read(padding, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("layout", [None, sa.LevelLayout((12,), (8,), "paper")])
+def test_a_prompt_in_several_pieces_reads_what_single_tokens_read(
+    layout, padding, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Many queries at once over what all of them read as codes, and few over the rest."""
     monkeypatch.setattr("structattn.cache.over_quantized._PROMPT_QUERIES", 24)
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, 120, 12, dtype=torch.float64) for heads in (4, 2, 2))
     options = {"storage": sa.Storage(4, 8, group_size=8, residual=10), "left_padding": padding}
-    whole, single = sa.LevelCache(**options), sa.LevelCache(**options)
+    whole, single = sa.LevelCache(layout, **options), sa.LevelCache(layout, **options)
     found = torch.cat([whole.attend(*(x[:, :, part] for x in (q, k, v))) for part in (slice(100), slice(100, 120))], 2)
     right = torch.cat([single.attend(*(x[:, :, n : n + 1] for x in (q, k, v))) for n in range(120)], dim=2)
     assert_close(found[:, :, 21:], right[:, :, 21:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -51,13 +52,10 @@ def over_quantized(
     count, length = q.shape[2], keys.shape[2]
     first = past = length - count
     is_whole = window is None and chunk_size is None and _is_plain(layout)
-    if (
-        is_whole
-        and backend == "auto"
-        and options.has_scale_only
-        and storage.residual > 0
-        and count >= storage.group_size
-    ):
+    is_quick = is_whole and backend == "auto" and options.has_scale_only and storage.residual > 0
+    if is_quick and count >= storage.group_size:
+        if isinstance(layout, LevelLayout):  # the same factor for all dimensions
+            options = replace(options, scale=layout.whole_factors(options.scale)[0])
         return _over_all(q, keys, values, options, quantize, storage=storage, pad=pad)
     out = q.new_empty((*q.shape[:3], values.shape[3]))
     while first < length:

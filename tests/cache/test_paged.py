@@ -198,12 +198,12 @@ def test_a_page_is_small_where_blocks_are() -> None:
     deep = PagedLayerShape(LevelLayout.halving((8,) * 8, 4096, value_ranks=(8,) * 8), None, (2, 64), (2, 64))
     plain_values = PagedLayerShape(LevelLayout.halving((8,) * 8, 4096), None, (2, 64), (2, 64))
     for layer in (deep, plain_values):
-        groups = groups_of([layer])
+        groups = groups_of([layer], torch.float32)
         size = page_numbers(groups, 256, 4096)
         rounded = sum(len(pages_of(group.lifetime.decoded(4095), size // group.width)) * size for group in groups)
         exact = 2 * (layer.layout.key_cache_size(4096) + layer.layout.value_cache_size(4096, 64))
         assert exact <= rounded <= 1.06 * exact
-    assert len(groups_of([shape("levels"), shape("levels"), shape("plain")])) == 3  # shared by layers
+    assert len(groups_of([shape("levels"), shape("levels"), shape("plain")], torch.float32)) == 3  # shared by layers
 
 
 def test_wrong_use_is_named() -> None:

@@ -57,6 +57,7 @@ def own(spec, **options):
     return StructAttnForCausalLM(StructAttnConfig(attention=spec, **SIZES | options)).eval()
 
 
+STORAGE = Storage(8, 4, group_size=4, residual=6)
 SHARING = "values, whose beginnings are shared"
 MODELS = {
     SHARING: lambda: structurize(llama(), "mlr:4|2|2@64|16|8,values=4|2|2"),
@@ -77,6 +78,16 @@ MORE = {
     "four heads": lambda: own("heads:standard/window:12,sink_tokens=2*2/standard", num_key_value_heads=4),
     "window and levels": lambda: structurize(mistral(), "mlr:4|4"),
     "levels": lambda: structurize(llama(), "mlr:4|2|2"),
+    "fewer bits": lambda: structurize(llama(), "standard", storage=STORAGE),
+    "fewer bits, levels": lambda: structurize(llama(), "mlr:4|2|2@64|32|16,values=4|2|2", storage=STORAGE),
+    "fewer bits, some levels": lambda: structurize(
+        llama(), "mlr:4|2|2@64|32|16,sink_tokens=2", storage=Storage((4, 8, 16), 8, 4, 6)
+    ),
+    "fewer bits, heads": lambda: structurize(
+        llama(num_key_value_heads=4), "heads:standard/window:12,sink_tokens=2*2/mlr:4|4@64|16", storage=STORAGE
+    ),
+    "fewer bits, of each": lambda: structurize(llama(), "standard", storage=[[STORAGE, None], Storage(8, 8, 2, 3)]),
+    "fewer bits, window": lambda: structurize(mistral(), "standard", storage=Storage(8, 8, 2, 3)),
     "gpt2": lambda: structurize(gpt2(), "mlr:4|2|2@64|32|16"),
     "own, learned positions": lambda: own("global-window:4|4@6", rotary=None, max_position_embeddings=128),
 }
@@ -104,7 +115,7 @@ def batched(model, given, count, eos=-1, **options):
     return [out.generated_tokens for out in outs.values()]
 
 
-@pytest.mark.quick(name=["values"])
+@pytest.mark.quick(name=["values", "fewer bits, heads"])
 @pytest.mark.parametrize("name", MODELS | MORE)
 def test_the_tokens_are_those_of_generate(name) -> None:
     model = (MODELS | MORE)[name]()
@@ -298,9 +309,9 @@ def test_what_cannot_be_is_refused() -> None:
         made(scheduler_type="other")._create_batch_processor()
     with pytest.raises(ConfigError, match="a paged cache needs input_ids and position_ids"):
         MODELS["own"]().model._packed(None, None, None)
-    stored = structurize(llama(), "standard", storage=Storage(key_bits=8, value_bits=8, group_size=4))
-    with pytest.raises(ConfigError, match="a paged cache stores numbers as they are"):
-        stored.init_continuous_batching()
+    stored = structurize(llama(), "mlr:4|4@66|22", storage=Storage(group_size=4, residual=0))
+    with pytest.raises(ConfigError, match="group_size must divide the blocks of each level"):
+        stored.init_continuous_batching(greedy(1), ContinuousBatchingConfig(num_blocks=30))._create_batch_processor()
 
 
 def test_an_old_version_is_named(monkeypatch) -> None:

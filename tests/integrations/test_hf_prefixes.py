@@ -10,6 +10,7 @@ import torch
 import transformers
 from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
+from structattn import Storage
 from structattn.cache.paged import PagedCache
 from structattn.integrations.transformers import StructAttnConfig, StructAttnForCausalLM, structurize
 
@@ -30,9 +31,9 @@ SIZES = {
 UNIT = 16  # tokens after which the deeper blocks of MODELS end; without blocks the unit is a page
 
 
-def structurized(spec):
+def structurized(spec, **options):
     torch.manual_seed(0)
-    return structurize(LlamaForCausalLM(LlamaConfig(**SIZES, intermediate_size=48)).eval(), spec)
+    return structurize(LlamaForCausalLM(LlamaConfig(**SIZES, intermediate_size=48)).eval(), spec, **options)
 
 
 def own(spec):
@@ -46,6 +47,7 @@ MODELS = {
     "own": lambda: own(["mlr:4|4@128|16", "bilinear-btt:1"]),
     "windows": lambda: structurized("[mlr:4|2|2@64|16|8,window:9]"),
     "heads": lambda: structurized("heads:mlr:4|2|2@64|16|8/window:9,sink_tokens=2"),
+    "fewer bits": lambda: structurized("mlr:4|2|2@64|16|8,values=4|2|2", storage=Storage(8, 4, 4, 3)),
     "windows only": lambda: own(["window:8", "window:20,sink_tokens=3"]),
 }
 
@@ -101,7 +103,7 @@ def served(model, monkeypatch, sequences=1, **options):
         yield Server(manager, computed)
 
 
-@pytest.mark.quick(name=["values", "heads"])
+@pytest.mark.quick(name=["values", "heads", "fewer bits"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_beginning_is_computed_once(name, monkeypatch) -> None:
     model = MODELS[name]()

@@ -27,7 +27,7 @@ from structattn.cache.levels import (
     widest,
 )
 from structattn.cache.native_decode import Step
-from structattn.cache.over_quantized import over_quantized
+from structattn.cache.over_quantized import check_no_gradient, over_quantized
 from structattn.cache.storage import TEXT_PAGE_SIZE, GroupStore, LevelStore, Page, Storage
 from structattn.checks import MAX_LENGTH, check_choice, check_size, check_sizes, describe
 from structattn.errors import CacheError, CheckpointError, ConfigError, ShapeError
@@ -627,7 +627,7 @@ class Contents:
             self.append(kept_k, kept_v)
             return q.new_zeros((*q.shape[:3], v.shape[3]))
         if self.is_quantized:
-            self._check_no_gradient(q, k, v, options)
+            check_no_gradient(q, k, v, options)
             is_single = q.shape[2] == 1 and backend == "auto" and options.has_scale_only
             if is_single and (step := self._next_step(kept_k, kept_v)) is not None:
                 out = step.attend(q, kept_k, kept_v, options.scale, self.length, self._overwritten)
@@ -671,17 +671,9 @@ class Contents:
         each = torch.eye(keys.shape[2], dtype=keys.dtype, device=keys.device).expand(*keys.shape[:2], -1, -1)
         layout = with_whole_values(layout)
         if self.is_quantized:
-            self._check_no_gradient(q, k, k, options)
+            check_no_gradient(q, k, k, options)
             return self._over_quantized(q, keys, None, each, layout, options, "reference")
         return self._over_dense(q, keys, each, layout, options, "reference")
-
-    def _check_no_gradient(self, q: Tensor, k: Tensor, v: Tensor, options: ScoreTerms) -> None:
-        """Raises ``ConfigError`` where a gradient is asked for, which quantized tokens do not have."""
-        if torch.is_grad_enabled() and (options.needs_gradient or any(x.requires_grad for x in (q, k, v))):
-            raise ConfigError(
-                "a cache that stores fewer bits gives no gradients: call the model within torch.no_grad(), or use a "
-                "cache without storage="
-            )
 
     def _over_quantized(
         self,

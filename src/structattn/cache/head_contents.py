@@ -10,10 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from structattn.cache.contents import Contents, TokenShape
+from structattn.cache.head_groups import head_groups
 from structattn.cache.levels import Level
-from structattn.cache.storage import LayerStorage, LevelStore, Storage, storage_of_heads
+from structattn.cache.storage import LayerStorage, LevelStore
 from structattn.errors import CheckpointError, ShapeError
-from structattn.layout.global_window import Layout
 from structattn.layout.heads import AnyLayout, HeadGroup, HeadLayouts
 from structattn.ops import Backend
 from structattn.ops.by_heads import joined, query_heads, select_heads, terms_of
@@ -46,16 +46,11 @@ class HeadContents:
                 f"keys and values need {heads} heads, one for each of the layouts or storages, got {shape.keys[0]} and "
                 f"{shape.values[0]}"
             )
-        layouts = layout.layouts if isinstance(layout, HeadLayouts) else (layout,) * heads
-        numbers: dict[tuple[Layout | None, Storage | None], list[int]] = {}
-        for head, kept in enumerate(zip(layouts, storage_of_heads(storage, heads), strict=True)):
-            numbers.setdefault(kept, []).append(head)
         self.parts: list[tuple[HeadGroup, Contents]] = []
-        for (of_heads, bits), group in numbers.items():
-            count = len(group)
+        for group, bits in head_groups(layout, storage, heads):
+            count = len(group.heads)
             of_group = shape._replace(keys=(count, shape.keys[1]), values=(count, shape.values[1]))
-            contents = Contents(of_group, layout=of_heads, storage=bits, **options)
-            self.parts.append((HeadGroup(of_heads, tuple(group)), contents))
+            self.parts.append((group, Contents(of_group, layout=group.layout, storage=bits, **options)))
 
     @property
     def groups(self) -> tuple[HeadGroup, ...]:

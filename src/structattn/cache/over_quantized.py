@@ -10,6 +10,7 @@ from torch import Tensor
 
 from structattn.cache.attend import over_dense, plain_with_lse
 from structattn.cache.storage import Storage
+from structattn.errors import ConfigError
 from structattn.layout.global_window import Layout
 from structattn.layout.levels import LevelLayout
 from structattn.ops import Backend
@@ -18,6 +19,15 @@ from structattn.ops.terms import ScoreTerms
 
 # Queries of a prompt that are computed together: few calls, and little that is copied.
 _PROMPT_QUERIES = 512
+
+
+def check_no_gradient(q: Tensor, k: Tensor, v: Tensor, options: ScoreTerms) -> None:
+    """Raises ``ConfigError`` where a gradient is asked for, which quantized tokens do not have."""
+    if torch.is_grad_enabled() and (options.needs_gradient or any(x.requires_grad for x in (q, k, v))):
+        raise ConfigError(
+            "a cache that stores fewer bits gives no gradients: call the model within torch.no_grad(), or use a "
+            "cache without storage="
+        )
 
 
 def over_quantized(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
 
 import torch
 from torch import Tensor
@@ -13,11 +12,13 @@ from torch import Tensor
 from structattn.cache import decode
 from structattn.cache.attend import over_dense
 from structattn.cache.decode import KeyValueView
+from structattn.cache.over_quantized import check_no_gradient, over_quantized
 from structattn.cache.paged.batch import Batch, Chunk, Singles, Tokens
 from structattn.cache.paged.geometry import HeadsShape, PagedLayerShape
+from structattn.cache.paged.levels import QuantizedLevel, paged_levels
 from structattn.cache.paged.pages import LevelPages, PagePool
 from structattn.errors import CacheError
-from structattn.layout.heads import AnyLayout, HeadLayouts
+from structattn.layout.heads import AnyLayout
 from structattn.ops.by_heads import joined, query_heads, select_heads, terms_of
 from structattn.ops.terms import ScoreTerms
 
@@ -84,8 +85,10 @@ class ShapeProbe(PackedCache):
 class _Heads:
     """The key heads of a layer that have one layout: what is kept of them, and where."""
 
-    def __init__(self, shape: HeadsShape, levels: list[LevelPages]) -> None:
-        self.shape, self.levels = shape, levels
+    def __init__(self, shape: HeadsShape, parts: Iterator[LevelPages], dtype: torch.dtype) -> None:
+        self.shape = shape
+        self.levels = paged_levels([level for _, level in shape.levels()], parts, dtype)
+        self.storage = shape.storage if any(isinstance(level, QuantizedLevel) for level in self.levels) else None
         self._factors: dict[tuple[object, ...], Tensor] = {}
 
     def attend(self, batch: Batch, q: Tensor, k: Tensor, v: Tensor, options: ScoreTerms) -> Tensor:
@@ -100,22 +103,22 @@ class _Heads:
             )
         for chunk in batch.chunks:  # before anything is written: its block may end within the chunk
             out[:, :, chunk.tokens] = self._over_past(chunk, q, k, v, options)
-        self._write(k, v, batch)
+        for level, numbers in zip(self.levels, self._per_level(k[0], v[0]), strict=True):
+            level.put(numbers, batch)
         if batch.singles is not None:
             out[:, :, batch.singles.tokens] = self._decoded(batch.singles, q, options)
         return out
 
-    def _write(self, k: Tensor, v: Tensor, batch: Batch) -> None:
-        shape = self.shape
-        parts = [
+    def _per_level(self, k: Tensor, v: Tensor) -> list[Tensor]:
+        """What belongs to each of the levels: dimensions (the last axis) of keys and values, all of them for
+        sink tokens.
+        """
+        of_levels = [
             part
-            for x, levels in ((k, shape.key_levels), (v, shape.value_levels))
-            for part in x[0].split([level.rank for level in levels], dim=2)
+            for x, levels in ((k, self.shape.key_levels), (v, self.shape.value_levels))
+            for part in x.split([level.rank for level in levels], dim=-1)
         ]
-        parts += [x[0] for x, _ in zip((k, v), shape.sink_levels, strict=False)]
-        for level, numbers in zip(self.levels, parts, strict=True):
-            where = batch.writes[level.group]
-            level.put(where.pages, where.slots, numbers[:, where.tokens])
+        return of_levels + [x for x, _ in zip((k, v), self.shape.sink_levels, strict=False)]
 
     def _over_past(self, chunk: Chunk, q: Tensor, k: Tensor, v: Tensor, options: ScoreTerms) -> Tensor:
         """Attention of several tokens that follow others, over dense keys and values: zero where nothing is
@@ -123,26 +126,26 @@ class _Heads:
         """
         shape = self.shape
         q, k, v = (x[:, :, chunk.tokens] for x in (q, k, v))
-        dense = [torch.cat([x.new_zeros((*x.shape[:2], chunk.past, x.shape[3])), x], dim=2) for x in (k, v)]
-        pages = iter(self.levels)
-        for x, levels in zip(dense, (shape.key_levels, shape.value_levels), strict=True):
-            first = 0
-            for level in levels:
-                held = next(pages)
-                where, at = chunk.kept[held.group]
-                if at:
-                    numbers = held.get(where.pages, where.slots)
-                    x[0, :, at.start : at.stop, first : first + level.rank] = numbers.to(x.dtype)
-                first += level.rank
-        for x, held in zip(dense, pages, strict=False):  # of the sink tokens
-            where, at = chunk.kept[held.group]
-            x[0, :, at.start : at.stop] = held.get(where.pages, where.slots).to(x.dtype)
-        return over_dense(q, dense[0], dense[1], options, layout=shape.layout, window=shape.window)
+        k, v = (torch.cat([x.new_zeros((*x.shape[:2], chunk.past, x.shape[3])), x], dim=2) for x in (k, v))
+        dense = self._per_level(k, v)  # views
+        for level, numbers in zip(self.levels, dense, strict=True):
+            level.fill(numbers[0], chunk)
+        if self.storage is None:
+            return over_dense(q, k, v, options, layout=shape.layout, window=shape.window)
+        done = [self.storage.first_exact(chunk.past - 1) // self.storage.group_size] * len(dense)
+
+        def quantize(position: int) -> None:
+            for number, (level, numbers) in enumerate(zip(self.levels, dense, strict=True)):
+                done[number] = level.quantize(numbers, chunk, done[number], position)
+
+        return over_quantized(
+            q, k, v, options, quantize, storage=self.storage, layout=shape.layout, window=shape.window
+        )
 
     def _decoded(self, singles: Singles, q: Tensor, options: ScoreTerms) -> Tensor:
         """Attention of one token of each of several requests, whose keys and values are in the pages."""
         shape = self.shape
-        stores = [pages.gathered(singles.pages[pages.group]) for pages in self.levels]
+        stores = [level.decoded(singles) for level in self.levels]
         count, end = len(shape.key_levels), len(shape.key_levels) + len(shape.value_levels)
         kept = KeyValueView(
             softmaxes=shape.softmaxes,
@@ -164,23 +167,29 @@ class PagedCache(PackedCache):
 
     The pool gives pages (``pages.reserve``); ``step`` says which tokens the next call of the model has, and
     within it every layer calls ``attend`` once. As in ``LevelCache``, a level keeps the block that a request
-    is in.
+    is in. With a ``storage`` of the layers, far tokens are kept in fewer bits, the same ones as in a
+    ``LevelCache``, and a query reads the same numbers.
 
     Args:
         layers: what each layer keeps.
         pages: a pool for the same layers.
 
     Cost: a decoding step copies what is kept of each request together, by level (one gather), and reads it
-        once.
+        once; of quantized tokens the copy has the numbers of the model.
 
     Source: pages and tables as in vLLM (Kwon et al. 2023, PagedAttention); a lifetime for each level is ours.
     """
 
     def __init__(self, layers: Sequence[PagedLayerShape], pages: PagePool) -> None:
         self.layers, self.pages = tuple(layers), pages
-        self._parts = [_parts_of(layer, pages.levels(index)) for index, layer in enumerate(self.layers)]
+        self._parts = [self._heads(index) for index in range(len(self.layers))]
         self._batch: Batch | None = None
         self._done: set[int] = set()
+
+    def _heads(self, index: int) -> list[_Heads]:
+        """The heads of each layout of a layer, with their parts of its pages."""
+        parts = iter(self.pages.levels(index))
+        return [_Heads(shape, parts, self.pages.memory.dtype) for shape in self.layers[index].by_heads]
 
     @contextmanager
     def step(self, requests: Sequence[Tokens]) -> Iterator[None]:
@@ -226,19 +235,22 @@ class PagedCache(PackedCache):
         Raises:
             CacheError: there is no ``step``, the layer has had its tokens, or it is not of the layers that
                 this cache was made for.
+            ConfigError: a gradient is asked for, and far tokens are quantized.
         """
         found = _shape_of(layout, window, k, v)
         self._check(layer, found, q.shape)
+        if any(part.storage is not None for part in self._parts[layer]):
+            check_no_gradient(q, k, v, options)
         shape, parts, batch = self.layers[layer], self._parts[layer], self._batch
         assert batch is not None
-        if not isinstance(shape.layout, HeadLayouts):
+        if len(parts) == 1:
             return parts[0].attend(batch, q, k, v, options)
         outs, per_key_head = [], q.shape[1] // shape.keys[0]
-        for (_, heads), part in zip(shape.layout.groups, parts, strict=True):
+        for (_, heads), part in zip(shape.groups, parts, strict=True):
             queries = query_heads(heads, per_key_head)
             of_heads = select_heads(q, queries), select_heads(k, heads), select_heads(v, heads)
             outs.append(part.attend(batch, *of_heads, terms_of(options, queries)))
-        return joined(outs, shape.layout, per_key_head)
+        return joined(outs, shape, per_key_head)
 
     def _check(self, layer: int, found: PagedLayerShape, shape: Sequence[int]) -> None:
         """Raises ``CacheError`` unless a layer may be given its tokens now."""
@@ -253,12 +265,6 @@ class PagedCache(PackedCache):
         if (shape[0], shape[2]) != (1, self._batch.length):
             raise CacheError(f"the step has {self._batch.length} tokens in one row, and the model {tuple(shape)}")
         self._done.add(layer)
-
-
-def _parts_of(layer: PagedLayerShape, levels: list[LevelPages]) -> list[_Heads]:
-    """The heads of each layout of a layer, with their levels among those of the layer."""
-    left = iter(levels)
-    return [_Heads(shape, list(islice(left, sum(1 for _ in shape.levels())))) for shape in layer.by_heads]
 
 
 def _shape_of(layout: AnyLayout | None, window: int | None, k: Tensor, v: Tensor) -> PagedLayerShape:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -9,26 +10,30 @@ from torch import Tensor
 
 from structattn.cache.paged.geometry import Group, PagedLayerShape, Part, groups_of, page_numbers, pages_of
 from structattn.cache.paged.prefixes import PrefixIndex, share_unit
-from structattn.cache.storage import FullPage, LevelStore
 from structattn.checks import check_size
 from structattn.errors import ConfigError
 
 
 class LevelPages:
-    """The slots of one level of the keys or values of one layer, in all pages.
+    """The slots of a part of one level of the keys or values of one layer, in all pages.
 
     Args:
         memory: of all pages.
         group: number of its group.
         slots: in a page.
         part: which of them.
-        scratch: memory for what is read, which layers share.
-        ring: see ``Lifetime.ring``.
+        scratch: bytes for what is read, which layers share.
+        ring: in how many slots a window lies, see ``Lifetime.ring``; ``None`` without one.
+
+    Attributes:
+        group, ring: as given.
+        dtype: of the numbers.
     """
 
     def __init__(self, memory: Tensor, group: int, slots: int, part: Part, scratch: Tensor, ring: int | None) -> None:
-        self.group, self.scratch = group, scratch
-        self._ring = None if ring is None else ring * slots
+        self.group, self.ring, self.dtype = group, ring, part.dtype
+        self._scratch = scratch
+        memory = memory.view(part.dtype)
         self._page, self._head, self._first = memory.shape[1], slots * part.dim, slots * part.offset
         size, stride = (len(memory), part.heads, slots, part.dim), (self._page, self._head, part.dim, 1)
         self._view = memory.as_strided(size, stride, self._first)
@@ -46,18 +51,20 @@ class LevelPages:
         """The numbers in slots, (heads, n, dim), a copy; see ``put``."""
         return self._view[pages, self._each_head, slots]
 
-    def gathered(self, pages: Tensor) -> LevelStore:
-        """The slots of pages (B, n) as those of one page, in a copy that lasts until this level is read
-        again.
-        """
+    def room(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """The scratch memory as a tensor, whose numbers are any."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        if self._scratch.numel() < nbytes:  # new memory for every copy takes longer than the copy
+            self._scratch.resize_(nbytes + nbytes // 8)
+        return self._scratch[:nbytes].view(dtype).view(shape)
+
+    def gathered(self, pages: Tensor) -> Tensor:
+        """The slots of pages (B, n) side by side, (B, heads, slots, dim): a copy, in the scratch memory."""
         where = (pages[:, None] * self._page + self._heads).flatten()
-        size = len(where) * self._head
-        if self.scratch.numel() < size:  # new memory for every copy takes longer than the copy
-            self.scratch.resize_(size)
-        runs = self.scratch[:size].view(len(where), -1)
+        runs = self.room(len(where), self._head, dtype=self.dtype)
         torch.index_select(self._runs, 0, where, out=runs)
-        numbers = runs.view(len(pages), self._view.shape[1], -1, self._view.shape[3]).transpose(2, 3)
-        return LevelStore.of_page(FullPage(numbers), ring=self._ring, longest=None)
+        _, heads, slots, dim = self._view.shape
+        return runs.view(len(pages), heads, pages.shape[1] * slots, dim)
 
 
 class PagePool:
@@ -85,13 +92,13 @@ class PagePool:
 
     Attributes:
         groups: see ``groups_of``.
-        slots: positions in a page of each group.
+        slots: in a page of each group: for a position each, or for a group of quantized tokens.
         num_pages: of the pool.
         tables: pages of each request, for each group by their number: slot x is in page x // slots.
         prefixes: the beginnings that can be shared.
 
     Raises:
-        ConfigError: the pool has no room for one page of each level.
+        ConfigError: the pool has no room for one page of each level, or a storage does not fit the levels.
     """
 
     def __init__(
@@ -105,7 +112,7 @@ class PagePool:
         length: int | None = None,
     ) -> None:
         check_size("most_slots", most_slots)
-        self.groups: tuple[Group, ...] = groups_of(layers)
+        self.groups: tuple[Group, ...] = groups_of(layers, dtype)
         longest = max(group.lifetime.block or group.lifetime.window or 1 for group in self.groups)
         numbers = page_numbers(self.groups, most_slots, length or 2 * longest)
         self.slots = tuple(numbers // group.width for group in self.groups)
@@ -119,10 +126,9 @@ class PagePool:
         # Page 0 belongs to no request and holds zeros: tables of different lengths are filled up with it.
         self.memory = torch.zeros((self.num_pages + 1, numbers), dtype=dtype, device=device)
         self.tables: dict[str, list[dict[int, int]]] = {}
-        # By the number of a level within its layer: all levels of one layer are read before the next layer
-        # is.
+        # By the number of a part within its layer: all parts of one layer are read before the next layer is.
         most = 1 + max(number for group in self.groups for _, number in group.parts)
-        self._scratch = [torch.empty(0, dtype=dtype, device=device) for _ in range(most)]
+        self._scratch = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(most)]
         self._fresh = 1  # from here on pages were never given away
         self._returned: list[int] = []
         self._uses = [0] * (self.num_pages + 1)  # requests that have a page
@@ -132,7 +138,7 @@ class PagePool:
 
     def _no_prefixes(self) -> PrefixIndex:
         lifetimes = [group.lifetime for group in self.groups]
-        return PrefixIndex(share_unit(lifetimes, self.slots[0]), lifetimes, self.slots)
+        return PrefixIndex(share_unit(lifetimes, self.slots[0] * lifetimes[0].span), lifetimes, self.slots)
 
     @property
     def num_free(self) -> int:
@@ -155,21 +161,15 @@ class PagePool:
         return self.num_pages - self.num_available
 
     def levels(self, layer: int) -> list[LevelPages]:
-        """The levels of a layer, keys first."""
-        found = {
-            number: LevelPages(
-                self.memory,
-                group,
-                slots,
-                parts.parts[of, number],
-                self._scratch[number],
-                parts.lifetime.ring(slots),
-            )
-            for group, (parts, slots) in enumerate(zip(self.groups, self.slots, strict=True))
-            for of, number in parts.parts
-            if of == layer
-        }
-        return [found[number] for number in sorted(found)]
+        """The parts of the levels of a layer, keys first: see ``Group``."""
+        found = {}
+        for number, (group, slots) in enumerate(zip(self.groups, self.slots, strict=True)):
+            ring = group.lifetime.ring(slots)
+            for (of, index), part in group.parts.items():
+                if of == layer:
+                    of_ring = None if ring is None else ring * slots
+                    found[index] = LevelPages(self.memory, number, slots, part, self._scratch[index], of_ring)
+        return [found[index] for index in sorted(found)]
 
     def needed(self, length: int) -> int:
         """Pages that a request has after ``length`` tokens, and so at least while it is given the last of
@@ -246,7 +246,10 @@ class PagePool:
         for table in tables:
             for page in table.values():
                 self._acquire(page)
-        ends = [(group, length // size, length % size) for group, size in enumerate(self.slots)]
+        entries = [group.lifetime.entries(length) for group in self.groups]
+        ends = [
+            (group, end // size, end % size) for group, (end, size) in enumerate(zip(entries, self.slots, strict=True))
+        ]
         parts = [(group, number, count) for group, number, count in ends if count and number in tables[group]]
         if not length or len(parts) > self.num_available:
             for table in tables:
@@ -255,19 +258,20 @@ class PagePool:
         for group, number, count in parts:
             source = tables[group][number]
             page = tables[group][number] = self._take()
-            self.memory[page] = torch.where(self._first_slots(group, count), self.memory[source], 0)
+            memory = self.memory.view(torch.uint8)
+            memory[page] = torch.where(self._first_slots(group, count), memory[source], 0)
             self._release([source])
         self.tables[request] = tables
         return length
 
     def _first_slots(self, group: int, count: int) -> Tensor:
-        """Which numbers of a page of a group belong to its first slots."""
-        is_first = torch.zeros(self.memory.shape[1], dtype=torch.bool)
+        """Which bytes of a page of a group belong to its first slots."""
+        is_first = torch.zeros(self.page_nbytes, dtype=torch.bool)
         slots = self.slots[group]
         for part in self.groups[group].parts.values():
-            first = slots * part.offset
-            found = is_first[first : first + part.heads * slots * part.dim]
-            found.view(part.heads, slots, part.dim)[:, :count] = True
+            first, width = slots * part.offset * part.dtype.itemsize, part.dim * part.dtype.itemsize
+            found = is_first[first : first + part.heads * slots * width]
+            found.view(part.heads, slots, width)[:, :count] = True
         return is_first.to(self.memory.device)
 
     def note(self, request: str, tokens: Sequence[int]) -> None:
@@ -285,9 +289,9 @@ class PagePool:
         own = self.tables[request]
         self.prefixes.add(tokens, own)
         length, known = self.prefixes.match(tokens)
-        for table, found, size in zip(own, known, self.slots, strict=True):
+        for group, table, found, size in zip(self.groups, own, known, self.slots, strict=True):
             for number, page in found.items():
-                if (number + 1) * size <= length and table.get(number, page) != page:
+                if (number + 1) * size <= group.lifetime.entries(length) and table.get(number, page) != page:
                     self._acquire(page)
                     self._release([table[number]])
                     table[number] = page
@@ -304,7 +308,8 @@ class PagePool:
             (group, number)
             for group, table in enumerate(old)
             for number in table
-            if self.groups[group].lifetime.block is not None or number >= length // self.slots[group]
+            for lifetime in (self.groups[group].lifetime,)
+            if lifetime.block is not None or number >= lifetime.entries(length) // self.slots[group]
         ]
         if len(copied) > self.num_available:
             return False

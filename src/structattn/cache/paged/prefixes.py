@@ -60,7 +60,7 @@ class PrefixIndex:
     Args:
         unit: see ``share_unit``.
         lifetimes: of the groups of the pool.
-        slots: positions in a page of each group.
+        slots: in a page of each group.
 
     Cost: one dictionary entry, and the tokens, for each unit that is kept; looking up takes time in
         proportion to what is found.
@@ -125,8 +125,8 @@ class PrefixIndex:
         found: _Tables = []
         for (lifetime, slots), table in zip(self._groups, tables, strict=True):
             is_for_good = lifetime.block is None and lifetime.window is None
-            end = lifetime.kept(positions.stop).stop
-            numbers = pages_of(range(positions.start, end), slots) if is_for_good else ()
+            entries = range(lifetime.entries(positions.start), lifetime.kept(positions.stop).stop)
+            numbers = pages_of(entries, slots) if is_for_good else ()
             found.append({number: table[number] for number in numbers})
         return found
 
@@ -155,7 +155,9 @@ class PrefixIndex:
         while page in self._nodes:
             node = self._nodes[page][0]
             if any(page in table.values() for table in node.pages):
+                assert node.parent is not None
                 self._remove(node, dropped)
+                self._prune(node.parent, dropped)
                 continue
             assert node.window_pages is not None
             self._forget(node, node.window_pages, dropped)

@@ -99,9 +99,25 @@ class GroupFormat:
     def numbers(self, codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:
         """What ``quantized`` returned, as it is read: (rows, heads, n, dim, g)."""
         wide = torch.promote_types(dtype, torch.float32)
-        if self.per_token:
-            scale, zero = (x.repeat_interleave(self.group_size, dim=-2)[..., : self.dim, :] for x in (scale, zero))
-        return torch.addcmul(zero.to(wide), scale.to(wide), unpacked(codes, self.bits).to(wide)).to(dtype)
+        numbers = scale.new_empty((*codes.shape[:-1], self.group_size), dtype=wide)
+        self.read(codes, scale, zero, numbers)
+        return numbers.to(dtype)
+
+    def read(self, codes: Tensor, scale: Tensor, zero: Tensor, numbers: Tensor) -> None:
+        """Writes what ``quantized`` returned, as it is read, into ``numbers`` (rows, heads, n, dim, g), of
+        float32 or float64.
+        """
+        if self.bits == 8:
+            numbers.copy_(codes)
+        else:
+            half = self.group_size // 2
+            numbers[..., :half].copy_(codes & 15)
+            numbers[..., half:].copy_(codes >> 4)
+        scale, zero = scale.to(numbers.dtype), zero.to(numbers.dtype)
+        parts = numbers.split(self.group_size if self.per_token else self.dim, dim=-2)
+        scales, zeros = (x.chunk(len(parts), dim=-2) for x in (scale, zero))
+        for part, of_part, least in zip(parts, scales, zeros, strict=True):
+            torch.addcmul(least, of_part, part, out=part)
 
     def of_tokens(self, x: Tensor, starts: Sequence[int], sinks: int) -> Tensor:
         """Tokens (rows, heads, n g, dim) as n groups (rows, heads, n, dim, g), a copy, without their sink

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ import transformers
 from transformers import ContinuousBatchingConfig, PreTrainedModel
 
 from structattn.cache.paged import PagedCache, PagedLayerShape, PagePool, ShapeProbe, Tokens
+from structattn.cache.storage import storage_of_layers
 from structattn.errors import CacheError, ConfigError, MissingDependencyError
 from structattn.integrations.transformers.caches.model_cache import storage_of
 from structattn.memory import free_memory
@@ -269,7 +271,9 @@ class LevelBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
             raise ConfigError(
                 "continuous batching with levels runs on one device: load the model without tensor parallelism"
             )
-        self._layers, self._dtype = _probed(model)
+        layers, self._dtype = _probed(model)
+        storages = storage_of_layers(storage_of(model.config), len(layers))
+        self._layers = [replace(layer, storage=storage) for layer, storage in zip(layers, storages, strict=True)]
 
     def switch_to_cb_friendly_attn(self, *_: Any, **__: Any) -> None:
         """Nothing: the attention of the model is given by its config."""
@@ -379,14 +383,7 @@ def _probed(model: PreTrainedModel) -> tuple[list[PagedLayerShape], torch.dtype]
 def manager(
     model: PreTrainedModel, generation_config: Any, continuous_batching_config: Any, workload_hints: Any
 ) -> ContinuousBatchingManager:
-    """What ``init_continuous_batching`` returns: the manager that was kept for this model, or a new one;
-    raises ``ConfigError`` for a model whose caches store fewer bits.
-    """
-    if storage_of(model.config) is not None:
-        raise ConfigError(
-            "a paged cache stores numbers as they are, and the config of this model asks for fewer bits: use "
-            "generate(), or load the model without config.structattn['storage']"
-        )
+    """What ``init_continuous_batching`` returns: the manager that was kept for this model, or a new one."""
     kept = getattr(model, "_cached_continuous_batching_manager", None)
     if isinstance(kept, ContinuousBatchingManager):
         return kept

@@ -44,7 +44,7 @@ from structattn.integrations.transformers.attention.adapters import call_attenti
 from structattn.integrations.transformers.attention.interface import register_attention  # noqa: E402
 from structattn.integrations.transformers.caches.layer_cache import LevelCacheLayer  # noqa: E402
 from structattn.integrations.transformers.caches.model_cache import LevelCaches, level_cache  # noqa: E402
-from structattn.integrations.transformers.calibration.allocate import allocate  # noqa: E402
+from structattn.integrations.transformers.calibration.allocate import Allocation, allocate  # noqa: E402
 from structattn.integrations.transformers.calibration.collect import calibrate  # noqa: E402
 from structattn.integrations.transformers.calibration.record import Calibration  # noqa: E402
 from structattn.integrations.transformers.calibration.splits import register_split  # noqa: E402
@@ -75,6 +75,7 @@ if not TYPE_CHECKING:
 
 
 __all__ = [
+    "Allocation",
     "Calibration",
     "LevelCacheLayer",
     "LevelCaches",

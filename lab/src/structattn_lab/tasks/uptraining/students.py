@@ -99,7 +99,9 @@ class Compressed(_SeesAll):
     def build(self, model: Any, calibrate: Calibrate, split: Split, length: int) -> Any:
         from structattn.integrations.transformers import allocate
 
-        specs = allocate(calibrate(), compression=self.times, context_length=length, ranks=self.ranks)
+        specs = allocate(
+            calibrate(), compression=self.times, context_length=length, ranks=self.ranks, methods=("levels",)
+        )
         return _structurized(model, specs, calibrate, split, length)
 
     def describe(self) -> str:

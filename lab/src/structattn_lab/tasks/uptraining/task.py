@@ -124,7 +124,8 @@ class UptrainTask(Task):
             len(text) - length, (self.config.calibration_windows,), generator=generator(self.name, "calibration")
         )
         with torch.device("cpu"):
-            return calibrate(self.teacher.model, text.windows(starts, length).tokens.split(_MOST_CALIBRATED))
+            windows = text.windows(starts, length).tokens.split(_MOST_CALIBRATED)
+            return calibrate(self.teacher.model, windows, retrieval=False)  # students have levels
 
     def build_model(self, spec: str) -> Student:
         """The student that a text names, with the weights of the teacher."""

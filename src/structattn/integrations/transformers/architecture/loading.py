@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -27,6 +28,7 @@ from structattn.integrations.transformers.caches.model_cache import (
     guarded,
     level_cache_layer,
     packed_cache,
+    storage_of,
     take_cache,
 )
 
@@ -175,6 +177,8 @@ class StructuredModelMixin(NotCopied):
         tokens.
         """
         if (cache := take_cache(kwargs)) is None:
+            if self._is_trained(kwargs) and storage_of(self.config) is not None:  # type: ignore[attr-defined]
+                kwargs.setdefault("use_cache", False)  # fewer bits give no gradients, and training needs no cache
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         if isinstance(cache, PackedCache):  # of continuous batching: transformers' models would ask it for masks
             with packed_cache(cache):
@@ -183,6 +187,10 @@ class StructuredModelMixin(NotCopied):
             return super().__call__(*args, **kwargs, **{CACHE: cache})  # type: ignore[misc]
         with guarded(cache):
             return super().__call__(*args, **kwargs, **{CACHE: cache})  # type: ignore[misc]
+
+    def _is_trained(self, inputs: dict[str, Any]) -> bool:
+        is_training: bool = self.training  # type: ignore[attr-defined]
+        return torch.is_grad_enabled() and (is_training or inputs.get("labels") is not None)
 
     @classmethod
     def claim(cls, config: PreTrainedConfig, implementation: str) -> None:

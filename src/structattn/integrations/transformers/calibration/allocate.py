@@ -181,7 +181,8 @@ def _by_heads(
     budget = _budget(compression, per_token, plain / size, size, length) * size
     chosen = cheapest(groups, budget)
     if chosen is None:
-        raise _too_small(budget, plain, sum(float(group.sizes.min()) for group in groups), length)
+        smallest = sum(float(group.sizes.min()) for group in groups)
+        raise _too_small("choice of heads and bits gives", budget, plain, smallest, length)
     numbers, left = iter(chosen), iter(of_layers)
     specs: list[AttentionSpec] = []
     storage: list[Storage | list[Storage | None] | None] = []
@@ -220,7 +221,7 @@ def _by_levels(
     if chosen is None:
         smallest = sum(float(group.sizes.min()) for group in groups)
         size = calibration.element_size
-        raise _too_small(budget * size, plain * size, smallest * size, length)
+        raise _too_small("ranks give", budget * size, plain * size, smallest * size, length)
     pairs = list(zip(groups, chosen, strict=True))
     specs = {layer.shape.index: group.spec(number) for group, number in pairs for layer in group.layers}
     return Allocation(
@@ -233,12 +234,12 @@ def _by_levels(
     )
 
 
-def _too_small(budget: float, plain: float, smallest: float, length: int) -> ConfigError:
-    """The error of a budget of bytes that no choices fit."""
+def _too_small(choices_give: str, budget: float, plain: float, smallest: float, length: int) -> ConfigError:
+    """The error of a budget of bytes that nothing fits."""
     return ConfigError(
-        f"no choices give a cache that is {plain / budget:.4g} times smaller ({budget / length:.4g} bytes per token): "
-        f"the smallest one of {length} tokens is {plain / smallest:.4g} times smaller ({smallest / length:.4g} bytes "
-        "per token)"
+        f"no {choices_give} a cache that is {plain / budget:.4g} times smaller ({budget / length:.4g} bytes per "
+        f"token): the smallest one of {length} tokens is {plain / smallest:.4g} times smaller "
+        f"({smallest / length:.4g} bytes per token)"
     )
 
 

@@ -190,7 +190,12 @@ def test_what_cannot_be_chosen_is_refused(model, texts, found) -> None:
     ):
         with pytest.raises(ConfigError, match=match):
             allocate(found, **options)
-    assert calibrate(model, [texts], retrieval=False).effects is None
+    without = calibrate(model, [texts], retrieval=False)
+    assert without.effects is None
+    levels = allocate(without, compression=1.5)
+    with pytest.raises(ConfigError, match="ranks of levels, for dimensions in the order of its calibration"):
+        structurize(copy.deepcopy(model), levels)
+    structurize(copy.deepcopy(model), levels, rotary_split="calibrated", calibration=without)
     assert calibrate(model.model, [texts]).effects is None  # without an output head
     with pytest.raises(ConfigError, match="retrieval must be"):
         calibrate(model, [texts], retrieval="yes")

@@ -47,6 +47,7 @@ class Allocation(list[AttentionSpec]):
         plain_nbytes: of a plain cache.
         context_length: T.
         expected_loss: change of the predictions, in nats per token.
+        has_levels: whether ranks of levels were chosen, which need the calibration.
     """
 
     def __init__(
@@ -58,8 +59,10 @@ class Allocation(list[AttentionSpec]):
         plain_nbytes: int,
         context_length: int,
         expected_loss: float,
+        has_levels: bool = False,
     ) -> None:
         super().__init__(specs)
+        self.has_levels = has_levels
         self.storage = storage
         self.nbytes, self.plain_nbytes, self.context_length = nbytes, plain_nbytes, context_length
         self.expected_loss = expected_loss
@@ -231,6 +234,7 @@ def _by_levels(
         plain_nbytes=int(plain) * _BYTES,
         context_length=length,
         expected_loss=sum(float(group.losses[number]) for group, number in pairs),
+        has_levels=any(group.specs[number] for group, number in pairs),
     )
 
 

@@ -112,6 +112,12 @@ def structurize(
     length = _length_of_blocks(model, context_length)
     chosen = chosen_layers(layers, list(attention))
     specs = specs_of_layers(spec, chosen, model.config.num_hidden_layers)
+    if isinstance(spec, Allocation) and spec.has_levels and split not in CALIBRATED_SPLITS:
+        raise ConfigError(
+            "allocate chose ranks of levels, for dimensions in the order of its calibration: give structurize "
+            "rotary_split='calibrated' and calibration= too, or measure single heads, by calibrate(model, batches) "
+            "with texts of 64 tokens and more"
+        )
     if storage is None and isinstance(spec, Allocation):
         storage = spec.storage_of(chosen, len(specs))
     layouts = {

@@ -211,3 +211,23 @@ def tokenizer():
     made = tokenizers.Tokenizer(words)
     made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     return transformers.PreTrainedTokenizerFast(tokenizer_object=made, padding_side="left", **special)
+
+
+class Letters:
+    """A tokenizer whose tokens are letters; in a small vocabulary several letters are one token."""
+
+    bos_token_id = 1
+
+    def __init__(self, begins=False, vocab=128):
+        self.begins, self.vocab = begins, vocab
+
+    def encode(self, text, *, add_special_tokens=True):
+        return [self.bos_token_id] * (self.begins and add_special_tokens) + [
+            letter % self.vocab for letter in text.encode("ascii")
+        ]
+
+    def __call__(self, text, return_tensors):
+        return transformers.BatchEncoding({"input_ids": [self.encode(text)]}, tensor_type=return_tensors)
+
+    def decode(self, ids):
+        return bytes(ids.tolist()).decode("ascii")

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import torch
 import transformers
-from hf_models import _SIZES, tokens
+from hf_models import _SIZES, VOCAB, Letters, tokens
 
 from structattn.integrations.transformers import StructAttnForCausalLM
 from structattn.integrations.transformers.caches.model_cache import CACHE
+from structattn.integrations.transformers.evaluation.retrieval import TASKS
 
 PAGE = Path(__file__).parents[2] / "docs" / "huggingface.md"
 FILES = PAGE.with_name("huggingface-use.md")
@@ -29,7 +30,7 @@ def test_the_examples_run(monkeypatch, tmp_path) -> None:
         transformers.AutoTokenizer, "from_pretrained", lambda name: lambda text, return_tensors: encoding
     )
     examples = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert len(examples) == 5  # that of PEFT runs in test_hf_peft
+    assert len(examples) == 6  # that of PEFT runs in test_hf_peft
     values: dict = {}
     exec(examples[0], values)
     assert type(values["model"]) is StructAttnForCausalLM
@@ -45,5 +46,13 @@ def test_the_examples_run(monkeypatch, tmp_path) -> None:
     assert values["chosen"].plain_nbytes >= 6 * values["chosen"].nbytes
     assert Path("calibration.safetensors").is_file()
     values = {}
-    exec(examples[3].replace("cache=", f"{CACHE}="), values)  # the page has the name of transformers 5.24
+    with monkeypatch.context() as patched:
+        patched.setattr(transformers.AutoTokenizer, "from_pretrained", lambda name: Letters(vocab=VOCAB))
+        Path("book.txt").write_text("0" * 1300)
+        few = "tokenizer=tokenizer, num_windows=2, num_steps=4, num_prompts=1"
+        exec(examples[3].replace("tokenizer=tokenizer", few), values)
+    assert values["small"].nbytes < values["plain"].nbytes
+    assert [x.task for x in values["small"].recall[::3]] == list(TASKS)
+    values = {}
+    exec(examples[4].replace("cache=", f"{CACHE}="), values)  # the page has the name of transformers 5.24
     assert values["text"].shape[0] == 2

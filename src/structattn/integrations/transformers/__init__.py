@@ -48,6 +48,8 @@ from structattn.integrations.transformers.calibration.allocate import Allocation
 from structattn.integrations.transformers.calibration.collect import calibrate  # noqa: E402
 from structattn.integrations.transformers.calibration.record import Calibration  # noqa: E402
 from structattn.integrations.transformers.calibration.splits import register_split  # noqa: E402
+from structattn.integrations.transformers.evaluation.evaluate import evaluate_cache  # noqa: E402
+from structattn.integrations.transformers.evaluation.scores import CacheScores  # noqa: E402
 from structattn.integrations.transformers.sharding.shard_sequences import shard_sequences  # noqa: E402
 from structattn.integrations.transformers.sharding.shards import sequence_shard  # noqa: E402
 from structattn.integrations.transformers.structurize.classes import class_named  # noqa: E402
@@ -76,6 +78,7 @@ if not TYPE_CHECKING:
 
 __all__ = [
     "Allocation",
+    "CacheScores",
     "Calibration",
     "LevelCacheLayer",
     "LevelCaches",
@@ -87,6 +90,7 @@ __all__ = [
     "allocate",
     "calibrate",
     "call_attention",
+    "evaluate_cache",
     "export_decoder",
     "level_cache",
     "load_structurized",

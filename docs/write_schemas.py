@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from structattn.typed_records import typed_fields
-from structattn_lab.records import ComparisonRecord, FitsRecord, MupRecord, RunRecord, ScoreRecord, SweepRecord
+from structattn_lab.records import (
+    CachesRecord,
+    ComparisonRecord,
+    FitsRecord,
+    MupRecord,
+    RunRecord,
+    ScoreRecord,
+    SweepRecord,
+)
 
 FOLDER = Path(__file__).parent / "schemas"
 _NAMES = {str: "string", int: "integer", float: "number", bool: "boolean"}
@@ -26,6 +34,7 @@ def schemas() -> dict[str, dict[str, Any]]:
         "scores.json": json_schema(ScoreRecord),
         "results.json": json_schema(ComparisonRecord),
         "fits.json": json_schema(FitsRecord),
+        "caches.json": json_schema(CachesRecord),
         "mup.json": json_schema(MupRecord),
         "sweep.json": json_schema(SweepRecord),
     }

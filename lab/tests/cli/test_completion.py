@@ -19,6 +19,8 @@ CASES = [
     ("structattn mup check --qu", ("--quick",)),
     ("structattn generate run --no-", ("--no-cache",)),
     ("structattn bench dec", ("decode",)),
+    ("structattn compare ca", ("caches",)),
+    ("structattn compare caches --o", ("--out",)),
 ]
 BASH = """
 source "$1"

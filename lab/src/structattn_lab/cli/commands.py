@@ -12,6 +12,7 @@ from structattn.cli import commands as library
 from structattn.cli.session import Session
 from structattn_lab.cli import completion
 from structattn_lab.cli.analysis import BenchCommand, FitCommand, MupCheckCommand, MupRolesCommand, PlanCommand
+from structattn_lab.cli.caches import CompareCachesCommand
 from structattn_lab.cli.data import DataInfoCommand, DataPrepareCommand
 from structattn_lab.cli.lists import PresetsCommand, SettingsCommand
 from structattn_lab.cli.runs import EvaluateCommand, ForecastCommand, GenerateCommand
@@ -53,6 +54,7 @@ def _of_library(name: str, command: library.Command) -> type[ParsedCommand]:
 # Every command by the words that name it, in the order of the help.
 COMMANDS: dict[str, type[ParsedCommand]] = {
     "compare": CompareCommand,
+    "compare caches": CompareCachesCommand,
     "train": TrainCommand,
     "sweep": SweepCommand,
     "uptrain": UptrainCommand,

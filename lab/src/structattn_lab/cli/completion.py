@@ -126,10 +126,14 @@ def _candidates(commands: Iterable[_Words]) -> Iterator[str]:
     """
     commands = list(commands)
     heads = list(dict.fromkeys(command.name.split()[0] for command in commands))
-    groups = {
+    every = {
         head: [command.name.split()[1] for command in commands if command.name.startswith(f"{head} ")] for head in heads
     }
-    groups = {head: seconds for head, seconds in groups.items() if seconds}
+    single = {command.name for command in commands}
+    groups = {head: seconds for head, seconds in every.items() if seconds and head not in single}
+    # Words behind a command that make it another one: compare caches.
+    others = {head: seconds for head, seconds in every.items() if seconds and head in single}
+    longer = [(head, "|".join(f'"{head} {second}"' for second in seconds)) for head, seconds in others.items()]
     yield from (
         "_structattn_candidates() {",
         '    local word name="" task="" previous=""',
@@ -137,6 +141,10 @@ def _candidates(commands: Iterable[_Words]) -> Iterator[str]:
         '        case "$name" in',
         '            "") name="$word" ;;',
         f'            {"|".join(groups)}) name="$name $word" ;;',
+        *(
+            f'            {head}) case "$previous $word" in {words}) name="$name $word" ;; esac ;;'
+            for head, words in longer
+        ),
         "        esac",
         f'        case "$word" in {"|".join(TASKS)}) task="$word" ;; esac',
         '        previous="$word"',
@@ -164,7 +172,8 @@ def _candidates(commands: Iterable[_Words]) -> Iterator[str]:
         options = " ".join([*command.values, *command.flags])
         if command.first:
             is_first = f'[ "$previous" = "{command.name.split()[-1]}" ]'
-            yield f'        "{command.name}") {is_first} && echo "{" ".join(command.first)}" || echo "{options}" ;;'
+            first = " ".join([*command.first, *others.get(command.name, [])])
+            yield f'        "{command.name}") {is_first} && echo "{first}" || echo "{options}" ;;'
         else:
             yield f'        "{command.name}") echo "{options}" ;;'
     yield from ("    esac", "}")
@@ -191,7 +200,9 @@ def _fish(commands: Iterable[_Words]) -> Iterator[str]:
         yield f"complete -c structattn -f {at} -a {second or head} -d {_quoted(command.about)}"
         if second:
             yield f"complete -c structattn -f -n __fish_use_subcommand -a {head}"
-        has = f'-n "__structattn_has {command.name}"'
+        longer = [x.name for x in commands if x.name.startswith(f"{command.name} ")]
+        only = "".join(f"; and not __structattn_has {name}" for name in longer)
+        has = f'-n "__structattn_has {command.name}{only}"'
         if command.first:
             yield f'complete -c structattn -f -n "__structattn_at {command.name}" -a "{" ".join(command.first)}"'
         for flag in command.flags:

@@ -3,6 +3,7 @@ reads.
 """
 
 from structattn.machine import Hardware
+from structattn_lab.records.caches import CachesRecord
 from structattn_lab.records.common import FORMAT_VERSION, Json, ResultRecord, Results, read_file
 from structattn_lab.records.comparison import BaselineRow, Choice, ComparisonRecord, Row, read_comparison
 from structattn_lab.records.fits import FitsRecord
@@ -13,6 +14,7 @@ from structattn_lab.records.sweep import SweepRecord
 __all__ = [
     "FORMAT_VERSION",
     "BaselineRow",
+    "CachesRecord",
     "Choice",
     "ComparisonRecord",
     "FitsRecord",

@@ -87,7 +87,7 @@ class Teacher:
             if source == RANDOM:
                 self.model: Any = _new(vocab_size)
             else:
-                self.model = _loaded(source)
+                self.model = load_model(source)
                 self.tokenizer = _tokenizer(source)
             self.model.eval().requires_grad_(False)
             self.layers: list[nn.Module] = [layer.module for layer in find_attention(self.model)]
@@ -123,7 +123,10 @@ def _new(vocab_size: int) -> Any:
         return LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, **_SMALL))
 
 
-def _loaded(source: str) -> Any:
+def load_model(source: str) -> Any:
+    """A language model of transformers in float32; raises ``ConfigError`` where there is none, or its weights
+    are no safetensors or not all there.
+    """
     from transformers import AutoModelForCausalLM
 
     try:

@@ -65,7 +65,7 @@ def evaluate_cache(
             (the key of a place that is to be looked up first). Default: all, or only ``"copy"`` without a
             tokenizer; ``()``: none.
         distances: of retrieval, in tokens from the beginning of what is looked up to the end of the context.
-            Default: an eighth, a half and seven eighths of the context.
+            Default: an eighth, a half and seven eighths of the context, the first two at least 64.
         num_prompts: of each task at each distance.
         seed: of windows and prompts: with the same arguments they are the same for every cache.
 

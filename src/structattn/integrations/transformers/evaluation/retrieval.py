@@ -20,7 +20,8 @@ from structattn.integrations.transformers.evaluation.texts import check_longest,
 from structattn.seeds import generator
 
 COPY = "copy"
-_CUE, _COPIED = 32, 2  # tokens of a copied span that are given, and that are to be predicted
+_CUE, _COPIED = 48, 2  # tokens of a copied span that are given, and that are to be predicted
+_NEAREST = 64  # tokens: shorter distances have no room for a needle
 _OTHERS, _SIMILAR = 3, 12  # needles beside the one that is asked for
 _KEY = "Pass key of {}: {}"  # of several wordings the one in which a small model finds most
 _PLACES = (
@@ -101,13 +102,11 @@ def _similar_keys(made: Generator) -> _Wording:
 
 
 def _variables(made: Generator) -> _Wording:
-    """Two chains of two variables. Each link is predicted, as a list of all variables of a chain would be."""
-    first, second, other, its = _places(4, made)
-    number, another = _numbers(2, made)
+    """A chain of two variables. Each link is predicted, as a list of all variables of the chain would be."""
+    (first, second), (number,) = _places(2, made), _numbers(1, made)
     return _Wording(
         _KEY.format(first, number),
         (f"Twin of {second}:", f" {first}", "\n" + _KEY.format(first, ""), number),
-        others=(_KEY.format(other, another), f"Twin of {its}: {other}"),
         behind=(f"Twin of {second}: {first}",),
     )
 
@@ -134,12 +133,12 @@ def retrieval_prompts(
 ) -> Iterator[Prompt]:
     """Prompts of several tasks, each at several distances; a pure function of its arguments.
 
-    * ``"copy"``: a span of random tokens of the texts, of which the first 32 come again; the answer is the
+    * ``"copy"``: a span of random tokens of the texts, of which the first 48 come again; the answer is the
       next 2.
     * ``"pass key"``: a number of five digits in one sentence, the needle.
     * ``"several keys"``: 4 needles, of different places; ``"similar keys"``: 13 of them.
     * ``"variables"``: the place asked for is the twin of another place, whose key is the number. Both are
-      predicted, and there is another such chain.
+      predicted.
 
     All are put into a window of the user's text.
 
@@ -149,7 +148,7 @@ def retrieval_prompts(
         tokenizer: that of the model. Default ``None``: only ``"copy"`` is possible.
         tasks: their names. Default: all that are possible.
         distances: from the beginning of the needle to the end of the context, in tokens. Default: an eighth,
-            a half and seven eighths of the context.
+            a half and seven eighths of the context, the first two at least 64.
         num_prompts: of each task at each distance.
         seed: of the windows, the needles and their places.
 
@@ -169,8 +168,8 @@ def retrieval_prompts(
             raise ConfigError(
                 f"the task {name!r} is made of words: give the tokenizer of the model, or tasks=({COPY!r},)"
             )
-    far = distances if distances is not None else (context_length // 8, context_length // 2, context_length * 7 // 8)
-    far = check_sizes("distances", far, entry="distance")
+    eighths = (max(_NEAREST, context_length // 8), max(_NEAREST, context_length // 2), context_length * 7 // 8)
+    far = check_sizes("distances", eighths if distances is None else distances, entry="distance")
     check_longest(texts, context_length)
     vocab = torch.cat(texts).unique()
     for name in names:

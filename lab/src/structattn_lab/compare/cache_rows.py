@@ -1,0 +1,112 @@
+"""The caches that ``structattn compare caches`` measures. Another one is another line of ``cache_rows``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from structattn import Storage
+from structattn.errors import ConfigError
+
+DEFAULT = "DynamicCache"
+_SINKS = 4  # tokens at the beginning that a window keeps
+Prepared = tuple[Any, Callable[[], Any]]  # a model, and what makes an empty cache of it
+
+
+class UnavailableError(Exception):
+    """A cache that this machine or model cannot have; the message says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredCache:
+    """A cache to measure.
+
+    Attributes:
+        name, about: what it is called in tables, and what it is.
+        prepare: makes of a freshly loaded model what is measured; raises ``UnavailableError``.
+    """
+
+    name: str
+    about: str
+    prepare: Callable[[Any], Prepared]
+
+
+def cache_rows(context_length: int, head_dim: int) -> Iterator[MeasuredCache]:
+    """All of them, the model as it is first.
+
+    Args:
+        context_length: of the windows, from which windows and blocks follow.
+        head_dim: D.
+    """
+    yield MeasuredCache(name=DEFAULT, about="the model as it is", prepare=_plain)
+    for backend, bits in (("quanto", 4), ("hqq", 8), ("hqq", 4)):
+        yield MeasuredCache(
+            name=f"{backend}, {bits} bits",
+            about=f"QuantizedCache of transformers with {backend}, {bits} bits, its default groups and residual",
+            prepare=_quantized(backend, bits),
+        )
+    for bits in (8, 4):
+        yield MeasuredCache(
+            name=f"{bits} bits",
+            about=f"structurize with Storage({bits}, {bits}): recent and sink tokens exact",
+            prepare=_structured("standard", Storage(bits, bits), context_length),
+        )
+    for share in (2, 4):
+        window = max(1, context_length // share - _SINKS)
+        yield MeasuredCache(
+            name=f"window of {window}",
+            about=f"the last {window} and the first {_SINKS} tokens",
+            prepare=_structured(f"window:{window},sink_tokens={_SINKS}", None, context_length),
+        )
+    for spec in _levels(head_dim):
+        yield MeasuredCache(
+            name=f"levels {spec.partition(',')[0].partition(':')[2]}",
+            about=f"{spec} in every layer, without a calibration",
+            prepare=_structured(spec, None, context_length),
+        )
+
+
+def _levels(head_dim: int) -> Iterator[str]:
+    """Keys and values whose far tokens keep a half, and a quarter, of their dimensions."""
+    half, quarter = head_dim // 4 * 2, head_dim // 8 * 2
+    for ranks in ((half, head_dim - half), (quarter, quarter, head_dim - 2 * quarter)):
+        if min(ranks) >= 2:
+            text = "|".join(map(str, ranks))
+            yield f"mlr:{text},values={text},scaling=standard"
+
+
+def _plain(model: Any) -> Prepared:
+    from transformers import DynamicCache
+
+    return model, lambda: DynamicCache(config=model.config)
+
+
+def _quantized(backend: str, bits: int) -> Callable[[Any], Prepared]:
+    def prepare(model: Any) -> Prepared:
+        from transformers import QuantizedCache
+
+        def new_cache() -> Any:
+            return QuantizedCache(backend, model.config, nbits=bits)
+
+        try:
+            new_cache()
+        except ImportError as error:
+            package = {"quanto": "optimum-quanto"}.get(backend, backend)
+            raise UnavailableError(f"it needs the package {package}, which is not installed") from error
+        return model, new_cache
+
+    return prepare
+
+
+def _structured(spec: str, storage: Storage | None, context_length: int) -> Callable[[Any], Prepared]:
+    def prepare(model: Any) -> Prepared:
+        from structattn.integrations.transformers import level_cache, structurize
+
+        try:
+            structurize(model, spec, storage=storage, context_length=context_length)
+        except ConfigError as error:
+            raise UnavailableError(str(error)) from error
+        return model, lambda: level_cache(model)
+
+    return prepare

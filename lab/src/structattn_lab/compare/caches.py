@@ -1,0 +1,173 @@
+"""``compare_caches``: what a trained model loses through each of several caches."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from structattn.checks import MAX_SEED, check_field_types, check_int, check_size
+from structattn.errors import ConfigError, in_words
+from structattn.progress import progress_bar, say
+from structattn_lab.compare.cache_rows import MeasuredCache, UnavailableError, cache_rows
+from structattn_lab.data.corpus.documents import Source
+from structattn_lab.data.corpus.tokenizers import model_tokenizer
+from structattn_lab.records.caches import CacheRow, CachesRecord, RecallRow
+from structattn_lab.records.common import REPORT, Results
+from structattn_lab.records.environment import origin
+from structattn_lab.runs.folders import Owner, opened
+from structattn_lab.tasks.uptraining.teacher import checked_config, load_model
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheTask:
+    """What is measured.
+
+    Attributes:
+        model: a folder that ``save_pretrained`` wrote, or a name on the hub.
+        data: a file or folder of text, which the model has not been calibrated on.
+        context_length: tokens of a prefill.
+        num_steps: tokens that follow one by one, whose loss is measured.
+        num_windows: of text, for the loss.
+        num_prompts: of each retrieval task at each distance; 0: none.
+        dtype: of the model.
+        seed: of windows and prompts.
+    """
+
+    model: str = ""
+    data: str = ""
+    context_length: int = 1024
+    num_steps: int = 64
+    num_windows: int = 8
+    num_prompts: int = 4
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_field_types(self, "task.")
+        for name in ("context_length", "num_steps", "num_windows"):
+            check_size(f"task.{name}", getattr(self, name))
+        check_int("task.num_prompts", self.num_prompts, minimum=0)
+        check_int("task.seed", self.seed, minimum=0, maximum=MAX_SEED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CachesConfig:
+    """The settings of ``structattn compare caches``."""
+
+    task: CacheTask = field(default_factory=CacheTask)
+
+
+def compare_caches(
+    config: CachesConfig,
+    out: Path | None = None,
+    *,
+    rows: Callable[[int, int], Any] = cache_rows,
+    command: str = "",
+    show_progress: bool = True,
+    on_open: Callable[[Path], None] | None = None,
+) -> Results[CachesRecord]:
+    """Measures a model with every cache by the same windows and prompts (``evaluate_cache``); writes
+    ``results.json``, two figures and ``report.html``.
+
+    Args:
+        config: what is measured.
+        out: output folder, created. Default: a new one below ``runs/``.
+        rows: makes the caches of a context length and a head dimension, the model as it is first.
+        command: the command line, for the record.
+        show_progress: a progress bar over caches.
+        on_open: called with the output folder before anything is measured.
+
+    Raises:
+        ConfigError: no model or no text is named, there is no such model, or it has fewer positions than a
+            window.
+        DataError: the text cannot be read, or is shorter than a window.
+
+    Cost: for each cache, a forward pass of a context for each window and prompt, and the steps of the
+        windows.
+    """
+    task = config.task
+    for name, option in (("model", "--set task.model=FOLDER"), ("data", "--data TEXT")):
+        if not getattr(task, name):
+            raise ConfigError(f"expected task.{name}, got none: give {option}")
+    total = task.context_length + task.num_steps + 1
+    model_config = checked_config(task.model, total).get_text_config(decoder=True)
+    heads = model_config.num_attention_heads
+    head_dim = getattr(model_config, "head_dim", None) or model_config.hidden_size // heads
+    tokenizer = model_tokenizer(task.model)
+    texts = [
+        torch.tensor(tokenizer(document.text, add_special_tokens=False, verbose=False).input_ids)
+        for document in Source(path=task.data).documents()
+    ]
+    settings = dataclasses.asdict(config)
+    owner = Owner(command="compare caches", task="", settings=settings, last=REPORT, label="compare-caches")
+    caches = list(rows(task.context_length, head_dim))
+    from structattn_lab.report.caches import report  # matplotlib is optional
+    from structattn_lab.report.writer import write_results
+
+    with opened(out, owner, resume=None, on_open=on_open) as folder:
+        measured: list[CacheRow] = []
+        with progress_bar(total=len(caches), desc="caches", show=show_progress) as bar:
+            for cache in caches:
+                say(bar, cache.name)
+                measured.append(_row(cache, task, texts, tokenizer, measured[0] if measured else None))
+                bar.update()
+        record = CachesRecord(
+            **origin(command),
+            config=settings,
+            model_name=Path(task.model).name,
+            text_name=Path(task.data).name,
+            num_tokens=sum(map(len, texts)),
+            num_windows=len(measured[0].losses),
+            rows=tuple(measured),
+        )
+        return write_results(record, report(record), folder)
+
+
+def _row(cache: MeasuredCache, task: CacheTask, texts: list[Any], tokenizer: Any, first: CacheRow | None) -> CacheRow:
+    """What a model loses through a cache; the first row is that of the model as it is."""
+    from structattn.integrations.transformers import evaluate_cache
+    from structattn.integrations.transformers.evaluation.scores import Estimate
+
+    dtype: torch.dtype = getattr(torch, task.dtype)
+    try:
+        model, new_cache = cache.prepare(load_model(task.model).eval().requires_grad_(False).to(dtype))
+        scores = evaluate_cache(
+            model,
+            new_cache,
+            texts,
+            tokenizer=tokenizer,
+            context_length=task.context_length,
+            num_steps=task.num_steps,
+            num_windows=task.num_windows,
+            num_prompts=max(1, task.num_prompts),
+            tasks=None if task.num_prompts else (),
+            seed=task.seed,
+        )
+    except UnavailableError as error:
+        return CacheRow(name=cache.name, about=cache.about, note=str(error))
+    except (ConfigError, RuntimeError, ValueError, TypeError) as error:
+        if first is None:
+            raise
+        return CacheRow(name=cache.name, about=cache.about, note=f"it fails: {in_words(error)}")
+    # The first row keeps all keys and values in the dtype of the model.
+    per_16_bits = scores.nbytes / dtype.itemsize * 2 if first is None else first.nbytes / first.size  # type: ignore[operator]
+    above = Estimate.of([a - b for a, b in zip(scores.losses, (first or scores).losses, strict=True)])
+    return CacheRow(
+        name=cache.name,
+        about=cache.about,
+        nbytes=scores.nbytes,
+        size=scores.nbytes / per_16_bits,
+        loss=scores.loss.mean,
+        losses=scores.losses,
+        above=above.mean,
+        interval=(above.low, above.high) if math.isfinite(above.low) else None,
+        recall=tuple(RecallRow(task=x.task, distance=x.distance, share=x.share, count=x.count) for x in scores.recall),
+        step_ms=scores.step_ms,
+        prefill_ms=scores.prefill_ms,
+    )

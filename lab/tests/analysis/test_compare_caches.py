@@ -17,7 +17,7 @@ from structattn_lab.report.writer import text
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 HEAD_DIM = 16
-SMALL = {"context_length": 440, "num_steps": 3, "num_windows": 2, "num_prompts": 1}
+SMALL = {"context_length": 560, "num_steps": 3, "num_windows": 2, "num_prompts": 1}
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
-        max_position_embeddings=512,
+        max_position_embeddings=1024,
     )
     transformers.LlamaForCausalLM(config).save_pretrained(out)
     letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
@@ -63,10 +63,10 @@ def test_the_command_measures_all_caches_alike(folder, book, tmp_path, capsys) -
     record = read_file(CachesRecord, out / "results.json")
     assert text(report(record)) in shown
     rows = {row.name: row for row in record.rows}
-    assert list(rows) == [cache.name for cache in cache_rows(440, HEAD_DIM)]
+    assert list(rows) == [cache.name for cache in cache_rows(560, 3, HEAD_DIM)]
     first = record.rows[0]
     assert (first.name, first.above, first.interval) == ("DynamicCache", 0, (0, 0))
-    assert first.nbytes == 2 * 2 * HEAD_DIM * 443 * 4
+    assert first.nbytes == 2 * 2 * HEAD_DIM * 563 * 4
     assert first.size == 2  # float32
     assert record.num_windows == len(first.losses) == 2
     for name, row in rows.items():
@@ -79,8 +79,8 @@ def test_the_command_measures_all_caches_alike(folder, book, tmp_path, capsys) -
         assert row.size == pytest.approx(2 * row.nbytes / first.nbytes)
         assert name in (out / "report.html").read_text()
     assert rows["4 bits"].size < rows["8 bits"].size
-    assert rows["window of 106"].size < rows["window of 216"].size
-    assert abs(rows["8 bits"].above) < abs(rows["window of 106"].above)
+    assert rows["window of 136"].size < rows["window of 276"].size
+    assert abs(rows["8 bits"].above) < abs(rows["window of 136"].above)
     assert {path.name for path in (out / "figures").iterdir()} == {
         f"{name}-against-bytes.{kind}" for name in ("loss", "recall") for kind in ("png", "svg")
     }
@@ -93,9 +93,9 @@ def test_a_cache_that_cannot_be_had_is_a_note(folder, book, tmp_path) -> None:
 
         return prepare
 
-    def few(context_length, head_dim):
-        assert (context_length, head_dim) == (440, HEAD_DIM)
-        yield next(cache_rows(context_length, head_dim))
+    def few(context_length, num_steps, head_dim):
+        assert (context_length, num_steps, head_dim) == (560, 3, HEAD_DIM)
+        yield next(cache_rows(context_length, num_steps, head_dim))
         yield MeasuredCache(name="missing", about="", prepare=fails(UnavailableError("it needs a package")))
         yield MeasuredCache(name="broken", about="", prepare=fails(ValueError("no such shape")))
 
@@ -118,11 +118,11 @@ def test_mistakes_are_one_line(folder, book, tmp_path, capsys) -> None:
     refused(ConfigError, "expected task.model, got none: give --set task.model=FOLDER", settings("", book))
     refused(ConfigError, "expected task.data, got none: give --data TEXT", settings(folder, ""))
     refused(ConfigError, "no such folder", settings(tmp_path / "none", book))
-    refused(ConfigError, "at most 512, the positions", settings(folder, book, context_length=600))
+    refused(ConfigError, "at most 1,024, the positions", settings(folder, book, context_length=1200))
     refused(DataError, "no such file", settings(folder, tmp_path / "none.txt"))
     short = tmp_path / "short.txt"
     short.write_text("A few words.")
-    refused(DataError, "the longest text has 12 tokens, and a window takes 444", settings(folder, short))
+    refused(DataError, "the longest text has 12 tokens, and a window takes 564", settings(folder, short))
     for name, value in (("num_steps", 0), ("num_prompts", -1), ("seed", -1)):
         with pytest.raises(ConfigError, match=f"task.{name} must be"):
             settings(folder, book, **{name: value})

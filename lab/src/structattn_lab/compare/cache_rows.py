@@ -10,6 +10,7 @@ from structattn import Storage
 from structattn.errors import ConfigError
 
 DEFAULT = "DynamicCache"
+_QUESTION = 64  # tokens of the longest question with its answer
 _SINKS = 4  # tokens at the beginning that a window keeps
 Prepared = tuple[Any, Callable[[], Any]]  # a model, and what makes an empty cache of it
 
@@ -32,13 +33,15 @@ class MeasuredCache:
     prepare: Callable[[Any], Prepared]
 
 
-def cache_rows(context_length: int, head_dim: int) -> Iterator[MeasuredCache]:
+def cache_rows(context_length: int, num_steps: int, head_dim: int) -> Iterator[MeasuredCache]:
     """All of them, the model as it is first.
 
     Args:
         context_length: of the windows, from which windows and blocks follow.
+        num_steps: tokens that follow. Our caches are allocated for so many tokens, or for a question.
         head_dim: D.
     """
+    longest = context_length + max(num_steps, _QUESTION)
     yield MeasuredCache(name=DEFAULT, about="the model as it is", prepare=_plain)
     for backend, bits in (("quanto", 4), ("hqq", 8), ("hqq", 4)):
         yield MeasuredCache(
@@ -50,20 +53,20 @@ def cache_rows(context_length: int, head_dim: int) -> Iterator[MeasuredCache]:
         yield MeasuredCache(
             name=f"{bits} bits",
             about=f"structurize with Storage({bits}, {bits}): recent and sink tokens exact",
-            prepare=_structured("standard", Storage(bits, bits), context_length),
+            prepare=_structured("standard", Storage(bits, bits), context_length, longest),
         )
     for share in (2, 4):
         window = max(1, context_length // share - _SINKS)
         yield MeasuredCache(
             name=f"window of {window}",
             about=f"the last {window} and the first {_SINKS} tokens",
-            prepare=_structured(f"window:{window},sink_tokens={_SINKS}", None, context_length),
+            prepare=_structured(f"window:{window},sink_tokens={_SINKS}", None, context_length, longest),
         )
     for spec in _levels(head_dim):
         yield MeasuredCache(
             name=f"levels {spec.partition(',')[0].partition(':')[2]}",
             about=f"{spec} in every layer, without a calibration",
-            prepare=_structured(spec, None, context_length),
+            prepare=_structured(spec, None, context_length, longest),
         )
 
 
@@ -99,7 +102,7 @@ def _quantized(backend: str, bits: int) -> Callable[[Any], Prepared]:
     return prepare
 
 
-def _structured(spec: str, storage: Storage | None, context_length: int) -> Callable[[Any], Prepared]:
+def _structured(spec: str, storage: Storage | None, context_length: int, longest: int) -> Callable[[Any], Prepared]:
     def prepare(model: Any) -> Prepared:
         from structattn.integrations.transformers import level_cache, structurize
 
@@ -107,6 +110,6 @@ def _structured(spec: str, storage: Storage | None, context_length: int) -> Call
             structurize(model, spec, storage=storage, context_length=context_length)
         except ConfigError as error:
             raise UnavailableError(str(error)) from error
-        return model, lambda: level_cache(model)
+        return model, lambda: level_cache(model, max_length=longest)
 
     return prepare

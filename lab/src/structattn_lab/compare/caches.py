@@ -67,7 +67,7 @@ def compare_caches(
     config: CachesConfig,
     out: Path | None = None,
     *,
-    rows: Callable[[int, int], Any] = cache_rows,
+    rows: Callable[[int, int, int], Any] = cache_rows,
     command: str = "",
     show_progress: bool = True,
     on_open: Callable[[Path], None] | None = None,
@@ -78,7 +78,8 @@ def compare_caches(
     Args:
         config: what is measured.
         out: output folder, created. Default: a new one below ``runs/``.
-        rows: makes the caches of a context length and a head dimension, the model as it is first.
+        rows: makes the caches of a context length, a number of steps and a head dimension, the model as it is
+            first.
         command: the command line, for the record.
         show_progress: a progress bar over caches.
         on_open: called with the output folder before anything is measured.
@@ -106,7 +107,7 @@ def compare_caches(
     ]
     settings = dataclasses.asdict(config)
     owner = Owner(command="compare caches", task="", settings=settings, last=REPORT, label="compare-caches")
-    caches = list(rows(task.context_length, head_dim))
+    caches = list(rows(task.context_length, task.num_steps, head_dim))
     from structattn_lab.report.caches import report  # matplotlib is optional
     from structattn_lab.report.writer import write_results
 

@@ -35,7 +35,8 @@ def report(record: CachesRecord) -> Report:
             f"{task['context_length']:,}, over {record.num_windows} windows; [low, high]: 95 % intervals of the "
             "differences to the first row.",
             "Bytes: of all tensors that a cache keeps after the last step, over those of all keys and values of these "
-            f"tokens in 16 bits. The model computes in {task['dtype']}, and a cache may keep exact tokens so.",
+            "tokens in 16 bits. Ours are allocated for the length, not grown. The model computes in "
+            f"{task['dtype']}, and a cache may keep exact tokens so.",
             "Recall: the context is in the cache before the question is known; an answer is right if all its tokens "
             "are the most probable ones. Tasks after RULER (arXiv 2404.06654).",
             "Milliseconds: medians on this machine; other work on it changes them.",

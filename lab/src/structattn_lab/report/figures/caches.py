@@ -64,7 +64,7 @@ def _drawn(
     ax.margins(0.15)
     log_axis(ax, "x")
     if is_log:
-        ax.set_yscale("log")
+        log_axis(ax, "y")
     else:
         ax.set_ylim(-0.05, 1.1)
     ax.set_xlabel("bytes / bytes in 16 bits", color=GREY)

@@ -23,7 +23,8 @@ COPY = "copy"
 _CUE, _COPIED = 48, 2  # tokens of a copied span that are given, and that are to be predicted
 _NEAREST = 64  # tokens: shorter distances have no room for a needle
 _OTHERS, _SIMILAR = 3, 12  # needles beside the one that is asked for
-_KEY = "Pass key of {}: {}"  # of several wordings the one in which a small model finds most
+# Of a dozen wordings the one in which a small model finds most: the name is right before what is looked up.
+_KEY = "Pass key of {0}: {0}{1}"
 _PLACES = (
     "Berlin", "Paris", "London", "Madrid", "Rome", "Vienna", "Oslo", "Athens", "Dublin", "Lisbon",
     "Tokyo", "Cairo", "Lima", "Delhi", "Boston", "Chicago", "Moscow", "Sydney", "Toronto", "Dallas",

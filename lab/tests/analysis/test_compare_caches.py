@@ -51,6 +51,25 @@ def book(tmp_path_factory):
     return path
 
 
+def _only_plain(*sizes):
+    return list(cache_rows(*sizes))[:1]
+
+
+def test_heads_and_bits_that_allocate_chooses(folder, book, tmp_path) -> None:
+    from structattn.integrations.transformers import calibrate
+
+    model = transformers.LlamaForCausalLM.from_pretrained(folder).eval()
+    calibrate(model, [torch.randint(256, (2, 300))]).save(tmp_path / "calibration.safetensors")
+    options = settings(folder, book, calibration=str(tmp_path / "calibration.safetensors"))
+    done = compare_caches(options, tmp_path / "out", rows=_only_plain, show_progress=False)
+    first, quarter, eighth = done.record.rows
+    assert (quarter.name, eighth.name) == ("chosen heads and bits, 1/4", "chosen heads and bits, 1/8")
+    assert quarter.note == "" or "smallest one of 560 tokens" in quarter.note
+    assert "smallest one of 560 tokens" in eighth.note or eighth.size < quarter.size < first.size
+    with pytest.raises(ConfigError, match=r"task.calibration: there is no .*nothing; calibrate\(model, texts\).save"):
+        compare_caches(settings(folder, book, calibration="nothing"), tmp_path / "no", rows=_only_plain)
+
+
 def settings(folder, book, **options):
     return CachesConfig(task=CacheTask(model=str(folder), data=str(book), **SMALL | options))
 

@@ -18,7 +18,7 @@ class CompareCachesCommand:
 
     Settings, with --set task.NAME=VALUE: model, context_length (1024), num_steps (64), num_windows (8),
     num_prompts (4, of each retrieval task at each distance; 0: none), dtype (float32, bfloat16, float16),
-    seed (0).
+    seed (0), calibration (a file of calibrate(...).save, for caches that allocate chooses).
 
     Examples:
       structattn compare caches --set task.model=FOLDER --data book.txt

@@ -70,6 +70,36 @@ def cache_rows(context_length: int, num_steps: int, head_dim: int) -> Iterator[M
         )
 
 
+def chosen_rows(calibration: str, context_length: int, num_steps: int) -> Iterator[MeasuredCache]:
+    """Heads and bits that ``allocate`` chooses, at a quarter and an eighth of the bytes.
+
+    Args:
+        calibration: a file that ``Calibration.save`` wrote, of text that is not measured.
+    """
+    longest = context_length + max(num_steps, _QUESTION)
+    for times in (4, 8):
+        yield MeasuredCache(
+            name=f"chosen heads and bits, 1/{times}",
+            about=f"allocate(calibration, compression={times}, context_length={context_length})",
+            prepare=_chosen(calibration, times, context_length, longest),
+        )
+
+
+def _chosen(calibration: str, times: int, context_length: int, longest: int) -> Callable[[Any], Prepared]:
+    def prepare(model: Any) -> Prepared:
+        from structattn.integrations.transformers import Calibration, allocate, level_cache, structurize
+
+        read = Calibration.load(calibration)
+        try:
+            chosen = allocate(read, compression=times, context_length=context_length, methods=("heads", "bits"))
+            structurize(model, chosen)
+        except ConfigError as error:
+            raise UnavailableError(str(error)) from error
+        return model, lambda: level_cache(model, max_length=longest)
+
+    return prepare
+
+
 def _levels(head_dim: int) -> Iterator[str]:
     """Keys and values whose far tokens keep a half, and a quarter, of their dimensions."""
     half, quarter = head_dim // 4 * 2, head_dim // 8 * 2

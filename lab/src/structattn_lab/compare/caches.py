@@ -14,7 +14,7 @@ import torch
 from structattn.checks import MAX_SEED, check_field_types, check_int, check_size
 from structattn.errors import ConfigError, in_words
 from structattn.progress import progress_bar, say
-from structattn_lab.compare.cache_rows import MeasuredCache, UnavailableError, cache_rows
+from structattn_lab.compare.cache_rows import MeasuredCache, UnavailableError, cache_rows, chosen_rows
 from structattn_lab.data.corpus.documents import Source
 from structattn_lab.data.corpus.tokenizers import model_tokenizer
 from structattn_lab.records.caches import CacheRow, CachesRecord, RecallRow
@@ -31,6 +31,8 @@ class CacheTask:
     Attributes:
         model: a folder that ``save_pretrained`` wrote, or a name on the hub.
         data: a file or folder of text, which the model has not been calibrated on.
+        calibration: a file of ``calibrate(...).save``, of other text, for caches whose heads and bits
+            ``allocate`` chooses; empty: none of these.
         context_length: tokens of a prefill.
         num_steps: tokens that follow one by one, whose loss is measured.
         num_windows: of text, for the loss.
@@ -41,6 +43,7 @@ class CacheTask:
 
     model: str = ""
     data: str = ""
+    calibration: str = ""
     context_length: int = 1024
     num_steps: int = 64
     num_windows: int = 8
@@ -108,6 +111,12 @@ def compare_caches(
     settings = dataclasses.asdict(config)
     owner = Owner(command="compare caches", task="", settings=settings, last=REPORT, label="compare-caches")
     caches = list(rows(task.context_length, task.num_steps, head_dim))
+    if task.calibration:
+        if not Path(task.calibration).is_file():
+            raise ConfigError(
+                f"task.calibration: there is no {task.calibration}; calibrate(model, texts).save writes it"
+            )
+        caches += chosen_rows(task.calibration, task.context_length, task.num_steps)
     from structattn_lab.report.caches import report  # matplotlib is optional
     from structattn_lab.report.writer import write_results
 

@@ -20,11 +20,13 @@ from structattn.integrations.transformers.evaluation.texts import check_longest,
 from structattn.seeds import generator
 
 COPY = "copy"
-_CUE, _COPIED = 48, 2  # tokens of a copied span that are given, and that are to be predicted
+_CUE, _COPIED = 32, 2  # tokens of a copied span that are given, and that are to be predicted
 _NEAREST = 64  # tokens: shorter distances have no room for a needle
-_OTHERS, _SIMILAR = 3, 12  # needles beside the one that is asked for
+_FREQUENT = 200  # tokens of which a copied span is made: models know rare ones less well
+_OTHERS, _SIMILAR = 3, 5  # needles beside the one that is asked for
 # Of a dozen wordings the one in which a small model finds most: the name is right before what is looked up.
 _KEY = "Pass key of {0}: {0}{1}"
+_LINK = "Twin of {0}: {0} and {1}"
 _PLACES = (
     "Berlin", "Paris", "London", "Madrid", "Rome", "Vienna", "Oslo", "Athens", "Dublin", "Lisbon",
     "Tokyo", "Cairo", "Lima", "Delhi", "Boston", "Chicago", "Moscow", "Sydney", "Toronto", "Dallas",
@@ -107,8 +109,8 @@ def _variables(made: Generator) -> _Wording:
     (first, second), (number,) = _places(2, made), _numbers(1, made)
     return _Wording(
         _KEY.format(first, number),
-        (f"Twin of {second}:", f" {first}", "\n" + _KEY.format(first, ""), number),
-        behind=(f"Twin of {second}: {first}",),
+        (_LINK.format(second, "").rstrip(), f" {first}", "\n" + _KEY.format(first, ""), number),
+        behind=(_LINK.format(second, first),),
     )
 
 
@@ -134,10 +136,10 @@ def retrieval_prompts(
 ) -> Iterator[Prompt]:
     """Prompts of several tasks, each at several distances; a pure function of its arguments.
 
-    * ``"copy"``: a span of random tokens of the texts, of which the first 48 come again; the answer is the
-      next 2.
+    * ``"copy"``: a span of frequent tokens of the texts in random order, of which the first 32 come again;
+      the answer is the next 2.
     * ``"pass key"``: a number of five digits in one sentence, the needle.
-    * ``"several keys"``: 4 needles, of different places; ``"similar keys"``: 13 of them.
+    * ``"several keys"``: 4 needles, of different places; ``"similar keys"``: 6 of them.
     * ``"variables"``: the place asked for is the twin of another place, whose key is the number. Both are
       predicted.
 
@@ -172,7 +174,8 @@ def retrieval_prompts(
     eighths = (max(_NEAREST, context_length // 8), max(_NEAREST, context_length // 2), context_length * 7 // 8)
     far = check_sizes("distances", eighths if distances is None else distances, entry="distance")
     check_longest(texts, context_length)
-    vocab = torch.cat(texts).unique()
+    tokens, counts = torch.cat(texts).unique(return_counts=True)
+    vocab = tokens[counts.argsort(descending=True, stable=True)[:_FREQUENT]]
     for name in names:
         for distance in far:
             for number in range(num_prompts):
@@ -188,7 +191,8 @@ def _copy(texts: list[Tensor], vocab: Tensor, length: int, distance: int, made: 
     """A span whose tokens nothing but its first copy tells."""
     size = _CUE + _COPIED
     _check_distance(COPY, distance, size, length)
-    span = vocab[torch.randint(len(vocab), (size,), generator=made)]
+    orders = [torch.randperm(len(vocab), generator=made) for _ in range(0, size, len(vocab))]
+    span = vocab[torch.cat(orders)[:size]]  # different ones, where there are so many
     context = random_window(texts, length, made)
     context[length - distance :][:size] = span
     return Prompt(COPY, distance, context, span, torch.arange(size) >= _CUE)

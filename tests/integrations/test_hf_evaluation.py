@@ -240,7 +240,7 @@ def test_bad_input_says_what_to_do() -> None:
     refused(ConfigError, "seed must be", seed=-1)
     refused(ConfigError, "unknown task 'passkey': did you mean 'pass key'", tasks=("passkey",))
     refused(ConfigError, "give the tokenizer of the model", tasks=("pass key",))
-    refused(ConfigError, "from 34 to 60 tokens .*, got 61", distances=(61,))
+    refused(ConfigError, "from 36 to 60 tokens .*, got 61", distances=(61,))
     refused(ConfigError, "a tokenizer of transformers or None, got 3", tokenizer=3)
     refused(
         ConfigError,

@@ -18,7 +18,7 @@ from structattn.checks import MAX_SEED, check_int, check_size, check_type, descr
 from structattn.errors import ConfigError, GenerationError
 from structattn.integrations.transformers.caches.model_cache import CACHE
 from structattn.integrations.transformers.evaluation.kept import cache_nbytes
-from structattn.integrations.transformers.evaluation.retrieval import Prompt, Tokenizer, retrieval_prompts
+from structattn.integrations.transformers.evaluation.retrieval import Prompt, TextEncoder, retrieval_prompts
 from structattn.integrations.transformers.evaluation.scores import CacheScores, Recall
 from structattn.integrations.transformers.evaluation.texts import as_texts, windows_of
 from structattn.progress import counted
@@ -29,7 +29,7 @@ def evaluate_cache(
     new_cache: Callable[[], Cache],
     texts: Tensor | Iterable[Tensor | Sequence[int]],
     *,
-    tokenizer: Tokenizer | None = None,
+    tokenizer: TextEncoder | None = None,
     context_length: int = 1024,
     num_steps: int = 64,
     num_windows: int = 8,

@@ -20,7 +20,7 @@ from structattn.integrations.transformers.evaluation.texts import check_longest,
 from structattn.seeds import generator
 
 COPY = "copy"
-_CUE, _COPIED = 32, 2  # tokens of a copied span that are given, and that are to be predicted
+_CUE, _COPIED = 16, 2  # tokens of a copied span that are given, and that are to be predicted
 _NEAREST = 64  # tokens: shorter distances have no room for a needle
 _FREQUENT = 200  # tokens of which a copied span is made: models know rare ones less well
 _OTHERS, _SIMILAR = 3, 5  # needles beside the one that is asked for
@@ -33,7 +33,7 @@ _PLACES = (
 )  # fmt: skip
 
 
-class Tokenizer(Protocol):
+class TextEncoder(Protocol):
     """What is used of a tokenizer of transformers."""
 
     def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]:
@@ -128,7 +128,7 @@ def retrieval_prompts(
     texts: list[Tensor],
     *,
     context_length: int,
-    tokenizer: Tokenizer | None = None,
+    tokenizer: TextEncoder | None = None,
     tasks: Sequence[str] | None = None,
     distances: Sequence[int] | None = None,
     num_prompts: int = 8,
@@ -136,8 +136,8 @@ def retrieval_prompts(
 ) -> Iterator[Prompt]:
     """Prompts of several tasks, each at several distances; a pure function of its arguments.
 
-    * ``"copy"``: a span of frequent tokens of the texts in random order, of which the first 32 come again;
-      the answer is the next 2.
+    * ``"copy"``: a span of frequent tokens of the texts in random order, which comes twice in a row; its
+      first 16 come again, and the answer is the next 2.
     * ``"pass key"``: a number of five digits in one sentence, the needle.
     * ``"several keys"``: 4 needles, of different places; ``"similar keys"``: 6 of them.
     * ``"variables"``: the place asked for is the twin of another place, whose key is the number. Both are
@@ -190,16 +190,16 @@ def retrieval_prompts(
 def _copy(texts: list[Tensor], vocab: Tensor, length: int, distance: int, made: Generator) -> Prompt:
     """A span whose tokens nothing but its first copy tells."""
     size = _CUE + _COPIED
-    _check_distance(COPY, distance, size, length)
+    _check_distance(COPY, distance, 2 * size, length)
     orders = [torch.randperm(len(vocab), generator=made) for _ in range(0, size, len(vocab))]
     span = vocab[torch.cat(orders)[:size]]  # different ones, where there are so many
     context = random_window(texts, length, made)
-    context[length - distance :][:size] = span
+    context[length - distance :][: 2 * size] = span.repeat(2)  # after one copy small models find it less often
     return Prompt(COPY, distance, context, span, torch.arange(size) >= _CUE)
 
 
 def _worded(
-    name: str, texts: list[Tensor], length: int, distance: int, tokenizer: Tokenizer, made: Generator
+    name: str, texts: list[Tensor], length: int, distance: int, tokenizer: TextEncoder, made: Generator
 ) -> Prompt:
     """The needles of a wording in a window of text, and the question behind it."""
     wording = WORDINGS[name](made)
@@ -241,7 +241,7 @@ def _check_distance(name: str, distance: int, least: int, length: int) -> None:
         )
 
 
-def _encoder(tokenizer: Tokenizer) -> Callable[[str], Tensor]:
+def _encoder(tokenizer: TextEncoder) -> Callable[[str], Tensor]:
     return lambda text: torch.tensor(tokenizer.encode(text, add_special_tokens=False), dtype=torch.int64)
 
 

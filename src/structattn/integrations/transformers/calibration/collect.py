@@ -295,7 +295,7 @@ def calibrate(
         CalibrationError: queries, keys or values are NaN or infinite; the message says which, and in which
             layer.
 
-    Cost: single heads: some 20 forward and backward passes of two rows, see ``head_effects``. Dimensions: a
+    Cost: single heads: some 20 forward and 20 backward passes of each of two rows. Dimensions: a
         forward pass without output head of all tokens, and one with it of up to 2,048 tokens for each
         layer; per layer and row 2 H M T D (V + D) FLOPs for the M queries. Memory does not depend on the
         number of batches: per layer 8 B G (P^2 + V^2) bytes for B block sizes, G heads and P = D / 2 pairs.

@@ -11,13 +11,11 @@ from torch import Tensor
 
 from structattn.cache.level_cache import LevelCache
 from structattn.cache.storage import Storage
-from structattn.integrations.transformers.calibration.head_effects import SINK_TOKENS, HeadEffects
+from structattn.integrations.transformers.calibration.head_effects import COPIES, SINK_TOKENS, HeadEffects
 from structattn.integrations.transformers.calibration.record import Calibration, LayerCalibration
 from structattn.layout.levels import LevelLayout
 from structattn.spec.attention import AttentionSpec, parse_spec
 
-# Of the tokens that a model predicts, the share that is taken to be copied from far back.
-_COPIES = 0.1
 _STEPS = 2**4 - 1, 2**8 - 1  # of numbers of 4 and of 8 bits: the square of their ratio is that of what they lose
 
 
@@ -98,8 +96,8 @@ def _loss(way: HeadChoice, effects: HeadEffects, head: int) -> Tensor:
     loss = torch.zeros((), dtype=torch.float64)
     if way.window is not None:
         row = effects.windows.index(way.window)
-        loss = loss + (1 - _COPIES) * effects.text[row, head].clamp(min=0)
-        loss = loss + _COPIES * effects.retrieval[row, head].clamp(min=0)
+        loss = loss + (1 - COPIES) * effects.text[row, head].clamp(min=0)
+        loss = loss + COPIES * effects.retrieval[row, head].clamp(min=0)
     if way.bits < 16:
         rounding = effects.bits[head].clamp(min=0)
         loss = loss + (rounding if way.bits == 4 else rounding * (_STEPS[0] / _STEPS[1]) ** 2)

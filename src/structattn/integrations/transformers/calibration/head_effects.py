@@ -24,6 +24,7 @@ from structattn.layout.levels import LevelLayout
 from structattn.progress import counted
 
 SINK_TOKENS = 4  # of the windows that heads are tried with
+COPIES = 0.1  # of the tokens that a model predicts, the share that is taken to be copied from far back
 _NAME = "structattn_head_effects"
 _POINTS = (1 / 4, 3 / 4)  # of the path of all gates from 1 to 0: the middles of two halves
 _SCORED = 512  # positions of a text at which predictions are compared: logits are many numbers
@@ -35,8 +36,10 @@ _MOST_SPANS = 16
 class HeadEffects:
     """What the predictions lose when key heads see less, to be added over heads.
 
-    Each number is the mean Kullback-Leibler divergence from the predictions of the model, in nats per token,
-    that a key head causes when all of them see less: the numbers of all heads sum to what is measured then.
+    Each number is a part of the mean Kullback-Leibler divergence from the predictions of the model, in nats
+    per token. For the third of the heads that matter most, it is their part when all heads see less; for the
+    others, their part when those of this third see all: heads whose work others can do cause little as long
+    as those see less too, and more when they alone do.
 
     Attributes:
         windows: ascending; numbers of recent tokens, to which ``SINK_TOKENS`` first ones are added.
@@ -191,18 +194,26 @@ class _Measurement:
             end += layer.num_kv_heads
         self.count = end
 
-    def effects(self, less: Callable[[AttentionCall], Tensor], words: str) -> Tensor:
-        """(heads,): the gradients along the path from all gates at 1 to all at 0, with the other sign."""
+    def effects(self, less: Callable[[AttentionCall], Tensor], words: str, whole: Tensor | None = None) -> Tensor:
+        """(heads,): the gradients along the path from all gates at 1 to all at 0, with the other sign.
+
+        Args:
+            less: the other output.
+            words: of the progress bar.
+            whole: bool (heads,), those whose gates stay at 1; theirs is 0. Default: none.
+        """
+        moved = torch.ones(self.count, dtype=torch.bool) if whole is None else ~whole
         total = torch.zeros(self.count, dtype=torch.float64)
         with observed(self.model, _NAME):
             for number, prompt in enumerate(counted(self.prompts, words)):
                 if number == len(self._references):
-                    self._references.append(self._predict(prompt, 1.0, less)[0].exp())
+                    self._references.append(self._predict(prompt, torch.ones(self.count), less).exp())
                 reference = self._references[number]
                 entropy = torch.special.entr(reference).sum(-1)
                 for point in _POINTS:
                     with torch.enable_grad():
-                        found, gates = self._predict(prompt, point, less)
+                        gates = torch.where(moved, point, 1.0).to(prompt.ids.device).requires_grad_()
+                        found = self._predict(prompt, gates, less)
                         divergence = (-(reference * found).sum(-1) - entropy).mean()
                         (slope,) = torch.autograd.grad(divergence, gates)
                     if not bool(slope.isfinite().all()):
@@ -210,14 +221,13 @@ class _Measurement:
                             "the predictions of the model are NaN or infinite where some heads see less: calibrate "
                             "with retrieval=False, or in float32"
                         )
-                    total -= slope.double().cpu() / len(_POINTS)
+                    total -= moved * slope.double().cpu() / len(_POINTS)
         return total / len(self.prompts)
 
-    def _predict(self, prompt: _Prompt, point: float, less: Callable[[AttentionCall], Tensor]) -> tuple[Tensor, Tensor]:
-        gates = torch.full((self.count,), point, device=prompt.ids.device, requires_grad=torch.is_grad_enabled())
+    def _predict(self, prompt: _Prompt, gates: Tensor, less: Callable[[AttentionCall], Tensor]) -> Tensor:
         _active.append(_Gates(self.rows, gates, less))
         try:
-            return _log_probabilities(self.model, prompt), gates
+            return _log_probabilities(self.model, prompt)
         finally:
             _active.pop()
 
@@ -233,8 +243,8 @@ def head_effects(
         texts: ids (1, T) each, as many as there are prompts of each kind.
         windows: ascending, shorter than the texts.
 
-    Cost: for each window 4 forward passes (one of them plain) and 3 backward passes of each text and of a
-        retrieval prompt of its length; and as many for the bits, of texts.
+    Cost: for each window 4 forward and 4 backward passes of each text, and of a retrieval prompt as long;
+        2 of each text for the bits; and a plain forward pass of each.
 
     Source: ours. Gates between full attention and a window: DuoAttention (arXiv 2410.10819), which trains
         them; the path integral: Sundararajan et al. 2017 (integrated gradients), whose parts sum to all.
@@ -246,12 +256,21 @@ def head_effects(
     for parameter in required:
         parameter.requires_grad_(False)
     try:
-        text, retrieval = [], []
-        for window in windows:
-            text.append(of_text.effects(_in_window(window), f"heads in windows of {window}"))
-            retrieval.append(of_copies.effects(_in_window(window), f"far recall in windows of {window}"))
+        found = {}
+        whole: Tensor | None = None
+        for words in ("heads that look far back", "the other heads"):
+            for kind, measured in (("text", of_text), ("retrieval", of_copies)):
+                rows = [
+                    measured.effects(_in_window(window), f"{words}, {kind}, windows of {window}", whole)
+                    for window in windows
+                ]
+                found[kind] = torch.stack(rows) if whole is None else torch.where(whole, found[kind], torch.stack(rows))
+            if whole is None:
+                scores = (1 - COPIES) * found["text"].sum(0) + COPIES * found["retrieval"].sum(0)
+                whole = torch.zeros(of_text.count, dtype=torch.bool)
+                whole[scores.topk(of_text.count // 3).indices] = True
         bits = of_text.effects(_in_bits(4, 128), "heads in 4 bits")
     finally:
         for parameter in required:
             parameter.requires_grad_(True)
-    return HeadEffects(windows=tuple(windows), text=torch.stack(text), retrieval=torch.stack(retrieval), bits=bits)
+    return HeadEffects(windows=tuple(windows), text=found["text"], retrieval=found["retrieval"], bits=bits)

@@ -98,6 +98,9 @@ OTHER_MEANINGS = {
     ("data/plain_text.py", "text"),  # what a file should hold, in messages
     ("settings/overrides.py", "text"),  # a type, in words
     ("old_imports.py", "forecast"),  # a module
+    ("report/caches.py", "text"),  # a row of a table: what text was measured
+    ("report/caches.py", "recall"),  # a name of a figure and a column
+    ("report/figures/caches.py", "recall"),  # the same
     ("report/figures/examples.py", "forecast"),  # a field of an example
     ("tasks/chronos/task.py", "forecast"),  # the same, and a word of a seed
     ("tasks/uptraining/recall.py", "recall"),  # a word of a seed

@@ -17,11 +17,11 @@ from structattn.progress import progress_bar, say
 from structattn_lab.compare.cache_rows import MeasuredCache, UnavailableError, cache_rows, chosen_rows
 from structattn_lab.data.corpus.documents import Source
 from structattn_lab.data.corpus.tokenizers import model_tokenizer
+from structattn_lab.data.trained_models import checked_config, load_model
 from structattn_lab.records.caches import CacheRow, CachesRecord, RecallRow
 from structattn_lab.records.common import REPORT, Results
 from structattn_lab.records.environment import origin
 from structattn_lab.runs.folders import Owner, opened
-from structattn_lab.tasks.uptraining.teacher import checked_config, load_model
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from structattn_lab.compare.comparison import compare
 from structattn_lab.compare.model_card import README, model_card
 from structattn_lab.data.corpus import Corpus, PrepareConfig, Source, prepare
 from structattn_lab.data.corpus.corpus import MANIFEST
+from structattn_lab.data.trained_models import checked_config
 from structattn_lab.records.common import Results
 from structattn_lab.records.comparison import ComparisonRecord
 from structattn_lab.settings.overrides import Change, apply_overrides
@@ -26,7 +27,6 @@ from structattn_lab.settings.recipe import Recipe
 from structattn_lab.tasks.factory import TaskFactory
 from structattn_lab.tasks.registry import factory_of, recipe_for
 from structattn_lab.tasks.uptraining.students import check_student
-from structattn_lab.tasks.uptraining.teacher import checked_config
 from structattn_lab.training.finished import read_finished
 
 MODEL, CORPUS, RESULTS = "model", "corpus", "results"

@@ -17,6 +17,7 @@ from structattn.errors import ConfigError, DataError
 from structattn.progress import counted
 from structattn.seeds import generator
 from structattn_lab.data.text_data import open_text_data
+from structattn_lab.data.trained_models import checked_config
 from structattn_lab.tasks.base import Baseline, Batch, DataOption, Split, Task
 from structattn_lab.tasks.tied import on_meta_device
 from structattn_lab.tasks.uptraining.config import RANDOM, UptrainConfig
@@ -31,7 +32,7 @@ from structattn_lab.tasks.uptraining.recall import (
 )
 from structattn_lab.tasks.uptraining.student import Student, attention_loss, with_adapters
 from structattn_lab.tasks.uptraining.students import Structured, student_form
-from structattn_lab.tasks.uptraining.teacher import Teacher, checked_config
+from structattn_lab.tasks.uptraining.teacher import Teacher
 
 _MOST_CALIBRATED = 8  # windows in one pass
 

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from structattn.checks import quoted, shortened
-from structattn.errors import ConfigError, DataError
-from structattn.integrations.hub import check_source, positions_of, source_config
+from structattn.errors import DataError
 from structattn.seeds import seeded
 from structattn_lab.data.corpus.tokenizers import model_tokenizer
+from structattn_lab.data.trained_models import load_model
 from structattn_lab.tasks.uptraining.config import RANDOM
 from structattn_lab.tasks.uptraining.taps import Attended, tapped
 
@@ -27,38 +26,6 @@ _SMALL = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-
-
-def checked_config(source: str, context_length: int, name: str = "task.context_length") -> Any:
-    """The config of a model, before anything else of it is read.
-
-    Args:
-        source: a folder or a name on the hub.
-        context_length: T, tokens of a window.
-        name: what the context length is called in an error.
-
-    Raises:
-        MissingDependencyError: transformers is not installed.
-        ConfigError: there is no such model, it is structurized already, or it has fewer positions than a
-            window.
-    """
-    checked = check_source(source)  # before transformers is imported, which takes seconds
-    from structattn.integrations.transformers import StructAttnConfig
-    from structattn.integrations.transformers.structurize.classes import StructurizedConfig
-
-    config = source_config(checked)
-    if isinstance(config, StructAttnConfig | StructurizedConfig):
-        raise ConfigError(
-            f"{quoted(source)} is structurized already: give the original model, with its own weights (the model card "
-            "of this one names it)"
-        )
-    positions = positions_of(config)
-    if positions is not None and context_length > positions:
-        raise ConfigError(
-            f"{name}: expected at most {positions:,}, the positions of the model (max_position_embeddings), got "
-            f"{context_length:,}"
-        )
-    return config
 
 
 class Teacher:
@@ -121,29 +88,6 @@ def _new(vocab_size: int) -> Any:
 
     with seeded(0, torch.device("cpu")):
         return LlamaForCausalLM(LlamaConfig(vocab_size=vocab_size, **_SMALL))
-
-
-def load_model(source: str) -> Any:
-    """A language model of transformers in float32; raises ``ConfigError`` where there is none, or its weights
-    are no safetensors or not all there.
-    """
-    from transformers import AutoModelForCausalLM
-
-    try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            check_source(source), dtype=torch.float32, use_safetensors=True, output_loading_info=True
-        )
-    except Exception as error:  # transformers raises many kinds, from a wrong name to weights that are damaged
-        raise ConfigError(
-            f"task.model={quoted(source)} cannot be loaded as a language model of transformers: {shortened(str(error))}"
-        ) from error
-    if report["missing_keys"] or report["mismatched_keys"]:
-        raise ConfigError(
-            f"task.model={quoted(source)} has not all weights of a {type(model).__name__}: "
-            f"{shortened(', '.join(map(str, report['missing_keys'])))} "
-            "are missing: give a whole model"
-        )
-    return model
 
 
 def _tokenizer(source: str) -> Any:

@@ -161,7 +161,7 @@ def _checked_methods(methods: Sequence[Method] | None, calibration: Calibration,
     if "levels" not in chosen and calibration.effects is None:
         raise ConfigError(
             "this calibration has no effects of single heads: calibrate(model, batches, retrieval=True) measures them, "
-            "for causal language models, on texts of more than 1,000 tokens"
+            "for causal language models, on texts of at least 64 tokens"
         )
     return chosen
 

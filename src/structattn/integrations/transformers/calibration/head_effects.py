@@ -256,7 +256,7 @@ def head_effects(
     for parameter in required:
         parameter.requires_grad_(False)
     try:
-        found = {}
+        found: dict[str, Tensor] = {}
         whole: Tensor | None = None
         for words in ("heads that look far back", "the other heads"):
             for kind, measured in (("text", of_text), ("retrieval", of_copies)):

@@ -64,8 +64,8 @@ def test_heads_and_bits_that_allocate_chooses(folder, book, tmp_path) -> None:
     done = compare_caches(options, tmp_path / "out", rows=_only_plain, show_progress=False)
     first, quarter, eighth = done.record.rows
     assert (quarter.name, eighth.name) == ("chosen heads and bits, 1/4", "chosen heads and bits, 1/8")
-    assert quarter.note == "" or "smallest one of 560 tokens" in quarter.note
-    assert "smallest one of 560 tokens" in eighth.note or eighth.size < quarter.size < first.size
+    assert quarter.note == eighth.note == ""
+    assert eighth.size < quarter.size <= first.size / 3  # of 4: exact numbers have 32 bits here, as all of the first
     with pytest.raises(ConfigError, match=r"task.calibration: there is no .*nothing; calibrate\(model, texts\).save"):
         compare_caches(settings(folder, book, calibration="nothing"), tmp_path / "no", rows=_only_plain)
 

@@ -166,7 +166,9 @@ def _row(cache: MeasuredCache, task: CacheTask, texts: list[Any], tokenizer: Any
             raise
         return CacheRow(name=cache.name, about=cache.about, note=f"it fails: {in_words(error)}")
     # The first row keeps all keys and values in the dtype of the model.
-    per_16_bits = scores.nbytes / dtype.itemsize * 2 if first is None else first.nbytes / first.size  # type: ignore[operator]
+    per_16_bits = scores.nbytes / dtype.itemsize * 2
+    if first is not None:
+        per_16_bits = first.nbytes / first.size  # type: ignore[operator]
     above = Estimate.of([a - b for a, b in zip(scores.losses, (first or scores).losses, strict=True)])
     return CacheRow(
         name=cache.name,

@@ -19,17 +19,19 @@ from structattn.integrations.transformers.architecture.loading import check_plai
 from structattn.integrations.transformers.attention.arguments import POSITION_BIAS
 from structattn.integrations.transformers.attention.call import AttentionCall
 from structattn.integrations.transformers.attention.interface import attend
-from structattn.integrations.transformers.attention.registration import register
-from structattn.integrations.transformers.calibration.discovery import FoundAttention, find_attention, observed
+from structattn.integrations.transformers.calibration.discovery import (
+    FoundAttention,
+    find_attention,
+    observed,
+    register_observer,
+)
 from structattn.integrations.transformers.calibration.head_effects import SINK_TOKENS, HeadEffects, head_effects
 from structattn.integrations.transformers.calibration.moments import Moments, distance_bucket
 from structattn.integrations.transformers.calibration.projections import Projections, find_projections, input_weights
 from structattn.integrations.transformers.calibration.record import AttentionShape, Calibration, LayerCalibration
 from structattn.integrations.transformers.calibration.sensitivity import sensitivities
-from structattn.integrations.transformers.masks.mask_functions import structured_mask
 from structattn.integrations.transformers.masks.structured_mask import Sequences, StructuredMask
 from structattn.integrations.transformers.variant import Variant
-from structattn.layers.rotary_order import UNCHANGED
 from structattn.layout.checks import positive_ints
 from structattn.ops.terms import ScoreTerms
 from structattn.progress import counted
@@ -181,23 +183,16 @@ def _accurate(x: Tensor) -> Tensor:
 _active: list[_Collector] = []
 
 
-def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: object,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **arguments: Any,
-) -> tuple[Tensor, Tensor | None]:
+def _attention(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     """The attention of the model, whose queries, keys and values are seen by the collector."""
-    call = AttentionCall(module, Variant(), UNCHANGED, query, key, value, attention_mask, dropout, scaling, arguments)
-    _active[-1].add(module, (query, key, value), attention_mask, call.terms(arguments.get(POSITION_BIAS)))
+    assert isinstance(call.key, Tensor)
+    assert isinstance(call.value, Tensor)
+    states = call.query, call.key, call.value
+    _active[-1].add(call.module, states, call.attention_mask, call.terms(call.arguments.get(POSITION_BIAS)))
     return attend(call)
 
 
-register(_NAME, _attention, structured_mask)
+register_observer(_NAME, _attention)
 
 
 def _inputs(batch: object, model: PreTrainedModel) -> tuple[dict[str, Tensor], list[tuple[int, int]]]:

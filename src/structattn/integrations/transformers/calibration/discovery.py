@@ -9,7 +9,7 @@ queries that are a fixed linear map of the first ones, made of 2 x 2 rotations.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,12 +24,14 @@ from structattn.errors import ConfigError, StructAttnError
 from structattn.integrations.transformers.architecture.loading import check_plain
 from structattn.integrations.transformers.attention.adapters import adapted_class, complete
 from structattn.integrations.transformers.attention.arguments import POSITION_BIAS, TERMS, check_arguments
+from structattn.integrations.transformers.attention.call import AttentionCall
 from structattn.integrations.transformers.attention.registration import register
 from structattn.integrations.transformers.attention.rotation import LATENT, read_rotation
 from structattn.integrations.transformers.caches.model_cache import CACHE, has_state, is_plain
 from structattn.integrations.transformers.masks.mask_functions import structured_mask
 from structattn.integrations.transformers.masks.structured_mask import StructuredMask
-from structattn.layers.rotary_order import Rotation
+from structattn.integrations.transformers.variant import Variant
+from structattn.layers.rotary_order import UNCHANGED, Rotation
 
 _NAME = "structattn_discovery"
 _TOKENS = 64  # in one row: classifiers without a padding token know no batch
@@ -139,6 +141,27 @@ def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
     ]
     parts = [getattr(config, name, None) for config in configs for name in config.sub_configs]
     return [*configs, *(part for part in parts if isinstance(part, PreTrainedConfig))]
+
+
+def register_observer(name: str, attention: Callable[[AttentionCall], tuple[Tensor, Tensor | None]]) -> None:
+    """Registers what plain models attend with while they are ``observed``, given each call as one value."""
+
+    def of_interface(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: object,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        **arguments: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        states = query, key, value
+        return attention(
+            AttentionCall(module, Variant(), UNCHANGED, *states, attention_mask, dropout, scaling, arguments)
+        )
+
+    register(name, of_interface, structured_mask)
 
 
 @contextmanager

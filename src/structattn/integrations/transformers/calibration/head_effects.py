@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +14,8 @@ from structattn.cache.storage.quantize import quantized
 from structattn.errors import CalibrationError
 from structattn.integrations.transformers.attention.call import AttentionCall
 from structattn.integrations.transformers.attention.interface import attend
-from structattn.integrations.transformers.attention.registration import register
-from structattn.integrations.transformers.calibration.discovery import FoundAttention, observed
-from structattn.integrations.transformers.masks.mask_functions import structured_mask
+from structattn.integrations.transformers.calibration.discovery import FoundAttention, observed, register_observer
 from structattn.integrations.transformers.variant import Variant
-from structattn.layers.rotary_order import UNCHANGED
 from structattn.layout.levels import LevelLayout
 from structattn.progress import counted
 
@@ -72,29 +68,19 @@ class _Gates:
 _active: list[_Gates] = []
 
 
-def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: object,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **arguments: Any,
-) -> tuple[Tensor, Tensor | None]:
+def _attention(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     """The attention of the model between its own output and that of heads that see less."""
     gates = _active[-1]
-    call = AttentionCall(module, Variant(), UNCHANGED, query, key, value, attention_mask, dropout, scaling, arguments)
     whole, _ = attend(call)
-    if module not in gates.rows:
+    if call.module not in gates.rows:
         return whole, None
     less = gates.less(call)
-    gate = gates.values[gates.rows[module]].to(whole)
-    gate = gate.repeat_interleave(query.shape[1] // key.shape[1])[:, None]
+    gate = gates.values[gates.rows[call.module]].to(whole)
+    gate = gate.repeat_interleave(call.query.shape[1] // len(gate))[:, None]
     return less + gate * (whole - less), None
 
 
-register(_NAME, _attention, structured_mask)
+register_observer(_NAME, _attention)
 
 
 def _in_window(window: int) -> Callable[[AttentionCall], Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,11 +12,8 @@ from transformers import PreTrainedModel
 
 from structattn.integrations.transformers.attention.call import AttentionCall
 from structattn.integrations.transformers.attention.interface import attend
-from structattn.integrations.transformers.attention.registration import register
-from structattn.integrations.transformers.calibration.discovery import observed
-from structattn.integrations.transformers.masks.mask_functions import structured_mask
+from structattn.integrations.transformers.calibration.discovery import observed, register_observer
 from structattn.integrations.transformers.variant import Variant
-from structattn.layers.rotary_order import UNCHANGED
 from structattn.layout.levels import LevelLayout
 from structattn.progress import counted
 
@@ -46,21 +42,14 @@ class _Change:
 _active: list[_Change] = []
 
 
-def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: object,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **arguments: Any,
-) -> tuple[Tensor, Tensor | None]:
+def _attention(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     """The attention of the model; in one layer, part of what far keys contribute is taken away."""
     change = _active[-1]
-    call = AttentionCall(module, Variant(), UNCHANGED, query, key, value, attention_mask, dropout, scaling, arguments)
-    if module is not change.module:
+    if call.module is not change.module:
         return attend(call)
+    query, key, value = call.query, call.key, call.value
+    assert isinstance(key, Tensor)
+    assert isinstance(value, Tensor)
     head, dims = query.shape[-1], value.shape[-1]
     size = -(-query.shape[2] // change.block_size) * change.block_size
     # The values twice: those of level 1 are summed over all keys, those of level 2 over the keys of the
@@ -72,7 +61,7 @@ def _attention(
             query=F.pad(query, (0, 1)),
             key=F.pad(key, (0, 1)),
             value=torch.cat([value, value], dim=-1),
-            scaling=head**-0.5 if scaling is None else scaling,
+            scaling=head**-0.5 if call.scaling is None else call.scaling,
         )
     )
     out, near = both.split(dims, dim=-1)
@@ -85,7 +74,7 @@ def _attention(
     return out - far * (_ERROR * square(out) / square(far).clamp(min=1e-30)).sqrt().to(out), None
 
 
-register(_NAME, _attention, structured_mask)
+register_observer(_NAME, _attention)
 
 
 def _predictions(model: PreTrainedModel, inputs: Mapping[str, Tensor], real: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ def evaluate_cache(
         tokenizer: that of the model, for tasks made of words. Default ``None``: only ``"copy"``.
         context_length: tokens of a prefill.
         num_steps: tokens that follow one by one.
-        num_windows: at most so many are measured; fewer where the texts have fewer. Intervals need 2.
+        num_windows: the most that are measured; fewer where the texts have fewer. Intervals need 2.
         tasks: of retrieval: ``"copy"`` (a span of tokens in random order that begins again), ``"pass key"``
             (a number in one sentence), ``"several keys"`` (one of 4), ``"similar keys"`` (one of 6),
             ``"variables"`` (the key of a place that is to be looked up first). Default: all, or only

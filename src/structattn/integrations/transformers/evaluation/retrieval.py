@@ -192,7 +192,7 @@ def _copy(texts: list[Tensor], vocab: Tensor, length: int, distance: int, made: 
     size = _CUE + _COPIED
     _check_distance(COPY, distance, 2 * size, length)
     orders = [torch.randperm(len(vocab), generator=made) for _ in range(0, size, len(vocab))]
-    span = vocab[torch.cat(orders)[:size]]  # different ones, where there are so many
+    span = vocab[torch.cat(orders)[:size]]  # each once, where the text has that number of them
     context = random_window(texts, length, made)
     context[length - distance :][: 2 * size] = span.repeat(2)  # after one copy small models find it less often
     return Prompt(COPY, distance, context, span, torch.arange(size) >= _CUE)

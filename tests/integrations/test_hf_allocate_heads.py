@@ -49,7 +49,7 @@ def texts():
 
 @pytest.fixture(scope="module")
 def found(model, texts):
-    return calibrate(model, [texts])
+    return calibrate(model, [texts], methods=("heads", "bits", "levels"))
 
 
 def _divergence(model, changed, ids):
@@ -90,9 +90,9 @@ def test_a_head_that_nothing_reads_has_no_effect(found) -> None:
 
 
 def test_a_copied_span_is_what_retrieval_asks_for(model, texts) -> None:
-    from structattn.integrations.transformers.calibration.head_effects import _CUE, _SPAN, _retrieval_prompt
+    from structattn.integrations.transformers.calibration.prompts import _CUE, _SPAN, retrieval_prompt
 
-    prompt = _retrieval_prompt(texts[:1], torch.Generator().manual_seed(0))
+    prompt = retrieval_prompt(texts[:1], torch.Generator().manual_seed(0))
     ids, count = prompt.ids[0], LENGTH // (4 * _SPAN)
     kept = LENGTH - count * _SPAN
     windows = ids[:kept].unfold(0, _SPAN, 1)
@@ -149,7 +149,9 @@ def test_files_keep_effects_and_old_files_have_none(found, tmp_path) -> None:
     old = Calibration.load(tmp_path / "old.safetensors")
     assert old.effects is None
     assert allocate(old, compression=1.5)[0].layout.num_levels > 1
-    with pytest.raises(ConfigError, match=r"has no effects of single heads: calibrate\(model, batches, retrieval=True"):
+    with pytest.raises(
+        ConfigError, match=r"has not measured heads: calibrate\(model, batches, methods=...\) with 'heads'"
+    ):
         allocate(old, compression=2, methods=("heads",))
 
 
@@ -158,7 +160,7 @@ def test_the_model_is_as_before_and_the_choice_is_saved(model, texts, found, tmp
     before.lm_head.weight.requires_grad_(False)
     wanted = [parameter.requires_grad for parameter in before.parameters()]
     implementation = before.config._attn_implementation
-    again = calibrate(before, [texts])
+    again = calibrate(before, [texts], methods=("heads", "bits"))
     assert torch.equal(again.effects.text, found.effects.text)  # the same in every run
     assert [parameter.requires_grad for parameter in before.parameters()] == wanted
     assert before.config._attn_implementation == implementation
@@ -192,7 +194,9 @@ def test_what_cannot_be_chosen_is_refused(model, texts, found) -> None:
         ({"compression": 500}, r"no choice of heads and bits gives a cache .* smallest one of 256 tokens is \d"),
         ({"compression": 2, "methods": "heads"}, "methods must be"),
         ({"compression": 2, "methods": ()}, "methods must be"),
-        ({"compression": 2, "methods": ("tokens",)}, "methods"),
+        ({"compression": 2, "methods": ("tokens",)}, "has not measured tokens"),
+        ({"compression": 2, "methods": ("tokens", "heads")}, "either some are chosen or all are dropped"),
+        ({"compression": 2, "methods": ("rows",)}, "unknown methods .rows.: known"),
         ({"compression": 2, "methods": ("levels", "bits")}, "levels are chosen alone"),
         ({"compression": 2, "methods": ("bits",), "ranks": "uniform"}, "ranks='uniform' is for levels"),
     ):

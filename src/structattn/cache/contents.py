@@ -872,15 +872,22 @@ class Contents:
     def crop(self, length: int) -> None:
         """Forgets all tokens but the first ``length``; see ``LevelCache.crop``."""
         self.check_crop(length)
+        self.forget(length)
+        after = [max(0, length - pad) for _, _, pad in self.rows]
+        for groups, level in self.groups:  # what is seen exactly again is quantized again, to the same numbers
+            exact = map(level.storage.first_exact, after)
+            groups.end = [min(end, first) for end, first in zip(groups.end, exact, strict=True)]
+
+    def forget(self, length: int) -> None:
+        """Forgets all tokens but the first ``length``, after which at least as many follow at once as are in
+        the residual. So whole groups that are quantized stay so.
+        """
         for stored in self.stores():
             store, _ = stored
             store.lost = [max(0, min(length - pad, self._oldest(*stored, row, pad))) for row, _, pad in self.rows]
-        for groups, level in self.groups:  # what is seen exactly again is quantized again, to the same numbers
+        for groups, _ in self.groups:
             size, after = groups.format.group_size, [max(0, length - pad) for _, _, pad in self.rows]
-            groups.end = [
-                min(end, level.storage.first_exact(position), position // size * size)
-                for end, position in zip(groups.end, after, strict=True)
-            ]
+            groups.end = [min(end, at // size * size) for end, at in zip(groups.end, after, strict=True)]
         self.length = length
         if self.text is not None and isinstance(self.layout, LevelLayout) and self.layout.boundaries is not None:
             pads = self.padding or (0,) * len(self.layout.boundaries)

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from structattn.cache.chosen_tokens import ChosenTokens
 from structattn.cache.contents import Contents, TokenShape
 from structattn.cache.head_groups import head_groups
 from structattn.cache.levels import Level
@@ -46,11 +47,15 @@ class HeadContents:
                 f"keys and values need {heads} heads, one for each of the layouts or storages, got {shape.keys[0]} and "
                 f"{shape.values[0]}"
             )
-        self.parts: list[tuple[HeadGroup, Contents]] = []
+        self.parts: list[tuple[HeadGroup, Contents | ChosenTokens]] = []
         for group, bits in head_groups(layout, storage, heads):
             count = len(group.heads)
             of_group = shape._replace(keys=(count, shape.keys[1]), values=(count, shape.values[1]))
-            self.parts.append((group, Contents(of_group, layout=group.layout, storage=bits, **options)))
+            if bits is not None and bits.keep is not None:
+                part: Contents | ChosenTokens = ChosenTokens(of_group, storage=bits, **options)
+            else:
+                part = Contents(of_group, layout=group.layout, storage=bits, **options)
+            self.parts.append((group, part))
 
     @property
     def groups(self) -> tuple[HeadGroup, ...]:
@@ -58,11 +63,11 @@ class HeadContents:
         return tuple(group for group, _ in self.parts)
 
     @property
-    def _each(self) -> Iterator[Contents]:
+    def _each(self) -> Iterator[Contents | ChosenTokens]:
         return (contents for _, contents in self.parts)
 
     @property
-    def _first(self) -> Contents:
+    def _first(self) -> Contents | ChosenTokens:
         return self.parts[0][1]
 
     @property
@@ -97,7 +102,7 @@ class HeadContents:
 
     def _of_groups(
         self, q: Tensor, k: Tensor, v: Tensor
-    ) -> Iterator[tuple[Contents, tuple[int, ...], Tensor, Tensor, Tensor]]:
+    ) -> Iterator[tuple[Contents | ChosenTokens, tuple[int, ...], Tensor, Tensor, Tensor]]:
         """Each group: its contents, its query heads, and its queries, keys and values."""
         per_key_head = q.shape[1] // self.heads
         for group, contents in self.parts:
@@ -109,6 +114,19 @@ class HeadContents:
                 select_heads(k, group.heads),
                 select_heads(v, group.heads),
             )
+
+    @property
+    def chooses_tokens(self) -> bool:
+        """Whether heads keep only some of the far tokens."""
+        return any(isinstance(contents, ChosenTokens) for contents in self._each)
+
+    def set_scores(self, scores: Tensor) -> None:
+        """Takes the scores of the tokens that come next, (B, G, T), for heads that keep only some."""
+        if scores.dim() != 3 or scores.shape[1] != self.heads:
+            raise ShapeError(f"token_scores must have shape (batch, {self.heads}, tokens), got {tuple(scores.shape)}")
+        for group, contents in self.parts:
+            if isinstance(contents, ChosenTokens):
+                contents.set_scores(select_heads(scores, group.heads))
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """Adds tokens."""

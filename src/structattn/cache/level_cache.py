@@ -20,7 +20,7 @@ from structattn.cache.head_contents import HeadContents
 from structattn.cache.latent import Latent, alike
 from structattn.cache.numbers import Count, new_number
 from structattn.cache.rows import OneLayerCache
-from structattn.cache.storage import PAGE_SIZE, LayerStorage, Storage, checked_storage
+from structattn.cache.storage import PAGE_SIZE, LayerStorage, Storage, checked_storage, chooses_tokens
 from structattn.cache.tokens import check_layout_of_call, check_options, checked_padding, checked_shape
 from structattn.checks import check_tensor, check_type, describe, is_int
 from structattn.errors import CacheError, CheckpointError, ConfigError, ShapeError
@@ -252,6 +252,7 @@ class LevelCache(OneLayerCache):
         sinks: Tensor | None = None,
         attn_mask: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
+        token_scores: Tensor | None = None,
     ) -> Tensor:
         """Appends new tokens and returns the attention of their queries over all tokens so far.
 
@@ -273,6 +274,9 @@ class LevelCache(OneLayerCache):
                 those so far, padding included, and the new ones: nothing of it is remembered, so that each
                 call needs the columns of what an earlier one hid. It moves no block. At positions that a
                 level has dropped it changes nothing, since no later query shares them at this level.
+            token_scores: (B, Gk, T), how much later queries will need the new tokens, on any scale: of each
+                group, a storage with ``keep`` keeps those with the highest. Default ``None``: for a storage
+                that keeps all.
 
         Returns:
             (B, H, T, V). Under autocast q, k and v are cast first, as in ``structured_attention``, and so
@@ -287,27 +291,37 @@ class LevelCache(OneLayerCache):
         if backend == "auto" and layout is None and terms.has_scale_only:
             length = self.length
             try:
-                if (step := self.try_step(q, k, v, scale=scale)) is not None:
+                if (step := self.try_step(q, k, v, scale=scale, token_scores=token_scores)) is not None:
                     return step  # inside, so that an interruption here takes it back too
             except BaseException:
                 self._drop_step(length)
                 raise
         self._mark()
         try:
-            out = self._checked(q, k, v, layout, terms).attend(q, k, v, terms, backend)
+            out = self._checked(q, k, v, layout, terms, token_scores).attend(q, k, v, terms, backend)
             self._end()
             return out  # inside, so that an interruption here takes it back too
         except BaseException:
             self._take_back()
             raise
 
-    def try_step(self, q: Any, k: Any, v: Any, *, scale: float | None, order: Tensor | None = None) -> Tensor | None:
+    def try_step(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        scale: float | None,
+        order: Tensor | None = None,
+        token_scores: Tensor | None = None,
+    ) -> Tensor | None:
         """``attend`` of a token like the last one, in C++ and without checks; see ``Contents.try_step``.
 
         Args:
             q, k, v, scale: as of ``attend``, and like those of its last call in all but their numbers.
             order: int64 (1 or Gk, D), the dimension of q and k at each position of the levels. Default: they
                 are in that order.
+            token_scores: as of ``attend``.
 
         Returns:
             (B, H, 1, V); ``None``, with nothing appended, where an argument differs in more than its numbers.
@@ -317,6 +331,8 @@ class LevelCache(OneLayerCache):
             return None
         length = contents.length
         try:
+            if token_scores is not None:
+                _give_scores(contents, token_scores)
             out = contents.try_step(q, k, v, scale, order)
             if out is not None:
                 self._before = (contents, self.layout)
@@ -413,11 +429,13 @@ class LevelCache(OneLayerCache):
         finally:
             self._take_back()
 
-    def append(self, k: Tensor, v: Tensor, *, layout: LevelLayout | None = None) -> None:
+    def append(
+        self, k: Tensor, v: Tensor, *, layout: LevelLayout | None = None, token_scores: Tensor | None = None
+    ) -> None:
         """Appends tokens without attending, all or (with an error) none; arguments as ``attend``."""
         self._mark()
         try:
-            self._checked(None, k, v, layout).append(*autocasted(k.detach(), v.detach()))
+            self._checked(None, k, v, layout, token_scores=token_scores).append(*autocasted(k.detach(), v.detach()))
             self._end()
         except BaseException:
             self._take_back()
@@ -459,10 +477,16 @@ class LevelCache(OneLayerCache):
         self._end()
 
     def _checked(
-        self, q: Tensor | None, k: Tensor, v: Tensor, layout: LevelLayout | None, options: ScoreTerms | None = None
+        self,
+        q: Tensor | None,
+        k: Tensor,
+        v: Tensor,
+        layout: LevelLayout | None,
+        options: ScoreTerms | None = None,
+        token_scores: Tensor | None = None,
     ) -> Contents | HeadContents:
-        """The contents, if the tokens fit them, made for the first ones; with queries they come with
-        ``options``.
+        """The contents, if the tokens fit them, made for the first ones, and given the scores of the tokens;
+        with queries they come with ``options``.
         """
         if options is not None:
             check_tensor("q", q)
@@ -480,11 +504,14 @@ class LevelCache(OneLayerCache):
             self._kept.set_layout(layout)
         if q is not None and options is not None:
             options.check(q, self._kept.length + q.shape[2])
+        if token_scores is not None:
+            _give_scores(self._kept, token_scores)
         return self._kept
 
     def _empty(self, shape: TokenShape) -> Contents | HeadContents:
         options = {name: getattr(self, name) for name in _OPTIONS}
         has_heads = isinstance(self.layout, HeadLayouts) or isinstance(self.storage, tuple)
+        has_heads = has_heads or chooses_tokens(self.storage)
         kind = HeadContents if has_heads else Contents
         return kind(shape, padding=self._padding, **options)
 
@@ -610,3 +637,14 @@ class LevelCache(OneLayerCache):
         state, layout = layers[0]
         with files.damaged(path, "layer 0"):
             return cls.from_state(*state, layout, latent)
+
+
+def _give_scores(contents: Contents | HeadContents, scores: Tensor) -> None:
+    """Hands the scores of new tokens to contents that keep only some."""
+    check_tensor("token_scores", scores)
+    if not isinstance(contents, HeadContents) or not contents.chooses_tokens:
+        raise ConfigError(
+            "token_scores say which tokens stay, and this cache keeps all: leave them away, or give it a storage with "
+            "keep"
+        )
+    contents.set_scores(scores)

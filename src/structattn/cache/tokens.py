@@ -117,6 +117,11 @@ def _check_storage(storage: Storage, layout: Any, latent: Any) -> None:
             "groups of tokens are quantized together, and segments end anywhere: give blocks (LevelLayout.halving), or "
             "leave storage at None"
         )
+    if storage.keep is not None and layout is not None:
+        raise ConfigError(
+            f"far tokens are chosen (keep={storage.keep}) by heads of plain attention: leave layout at None, or keep, "
+            f"got {describe(layout)}"
+        )
     levels = layout.num_levels if isinstance(layout, LevelLayout) else 1 if layout is None else len(layout.ranks)
     values = len(layout.value_ranks) if isinstance(layout, LevelLayout) and layout.value_ranks else 1
     storage.bits("key_bits", levels)
@@ -147,6 +152,8 @@ def check_options(layout: Any, latent: Any, storage: LayerStorage, **sizes: Any)
             check_size(name, value, MAX_LENGTH)
     if storage is not None:
         _check_storage(storage, layout, latent)
+        if storage.keep is not None and any(sizes.get(name) is not None for name in ("window", "chunk_size")):
+            raise ConfigError("a window or chunks forget far tokens: leave window and chunk_size at None, or keep")
     if latent is not None and not all(hasattr(latent, name) for name in ("key_dim", "num_rstd", "can_absorb")):
         raise ConfigError(f"latent must be a Latent, such as Attention.latent, or None, got {describe(latent)}")
     if sizes.get("chunk_size") is not None and isinstance(layout, LevelLayout | TextLayout) and layout.sink_tokens:

@@ -24,7 +24,7 @@ from structattn.cache.levels import (
     stored_levels,
     value_levels,
 )
-from structattn.cache.storage import LayerStorage, Storage, checked_storage, storage_of_heads
+from structattn.cache.storage import LayerStorage, Storage, checked_storage, chooses_tokens, storage_of_heads
 from structattn.errors import ConfigError
 from structattn.layout.global_window import Layout
 from structattn.layout.heads import AnyLayout, HeadGroup, HeadLayouts
@@ -260,6 +260,11 @@ class PagedLayerShape:
             if isinstance(self.layout, HeadLayouts):
                 self.layout.check_heads(heads)
             storage_of_heads(self.storage, heads)
+        if chooses_tokens(self.storage):
+            raise ConfigError(
+                "a paged cache keeps all far tokens, and this storage chooses some (keep=): use generate() with "
+                "level_cache(model), or give a storage without keep"
+            )
         assert self.by_heads  # raises where a layout has segments
 
     @cached_property

@@ -6,10 +6,12 @@ from structattn.cache.storage.full import FullPage
 from structattn.cache.storage.groups import GroupStore
 from structattn.cache.storage.level_store import PAGE_SIZE, TEXT_PAGE_SIZE, LevelStore, PageSpan
 from structattn.cache.storage.options import (
+    FIRST_TOKENS,
     LayerStorage,
     ModelStorage,
     Storage,
     checked_storage,
+    chooses_tokens,
     storage_data,
     storage_from,
     storage_of_heads,
@@ -19,6 +21,7 @@ from structattn.cache.storage.page import Page
 from structattn.cache.storage.quantize import GroupFormat
 
 __all__ = [
+    "FIRST_TOKENS",
     "PAGE_SIZE",
     "TEXT_PAGE_SIZE",
     "FullPage",
@@ -31,6 +34,7 @@ __all__ = [
     "PageSpan",
     "Storage",
     "checked_storage",
+    "chooses_tokens",
     "storage_data",
     "storage_from",
     "storage_of_heads",

@@ -10,6 +10,7 @@ from structattn.checks import MAX_LENGTH, check_int, check_size, check_type, des
 from structattn.errors import ConfigError
 
 BITS = (16, 8, 4)
+FIRST_TOKENS = 4  # which stay where far tokens are chosen: models attend to them from everywhere
 
 
 @dataclass(frozen=True)
@@ -26,26 +27,35 @@ class Storage:
     came in, so that one call, many, and decoding agree. A group is quantized once, when all of its tokens
     have left the residual.
 
+    With ``keep``, only that many tokens of each group stay once it has left the residual, in each row and key
+    head those with the highest ``token_scores``, and the first 4 tokens of the sequence; the memory of the
+    others is free. This is for plain attention without padding. A call of many tokens attends to all of its
+    own tokens, and they are chosen at its end: what a prompt of two calls reads is not what one call reads.
+
     Args:
         key_bits, value_bits: 4, 8, or 16 for the numbers of the model. A tuple has one for each level, level
             1 first: ``(4, 8, 16)`` spends more on near tokens. Values without ``value_ranks`` have one level.
         group_size: numbers that share a scale; even. Blocks of levels are multiples of it, or stay
             exact: those of ``exact_slots`` positions at most.
         residual: how many of the last tokens are exact, the query's own counted.
+        keep: how many tokens of a group stay, 0 to ``group_size`` - 1. Default ``None``: all.
 
     Raises:
         ConfigError: an option is out of its range.
 
     Cost: bits per number, and two 16-bit numbers for each group; residual + 2 ``group_size`` tokens of each
-        level are kept exact.
+        level are kept exact. With ``keep`` all of that for ``keep / group_size`` of the tokens, and 4 bytes
+        for each token that may still be chosen.
 
     Source: KIVI (Liu et al. 2024, arXiv 2402.02750): keys per channel, values per token, a residual window.
+        Tokens chosen for each head by a score: KVzip (2505.23416), KVzap (2601.07891).
     """
 
     key_bits: int | tuple[int, ...] = 4
     value_bits: int | tuple[int, ...] = 4
     group_size: int = 64
     residual: int = 128
+    keep: int | None = None
 
     if TYPE_CHECKING:  # lists are accepted, and kept as tuples
 
@@ -55,6 +65,7 @@ class Storage:
             value_bits: int | Sequence[int] = 4,
             group_size: int = 64,
             residual: int = 128,
+            keep: int | None = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -71,6 +82,8 @@ class Storage:
         if self.group_size % 2:
             raise ConfigError(f"group_size must be even, since two codes of 4 bits share a byte, got {self.group_size}")
         check_int("residual", self.residual, minimum=0, maximum=MAX_LENGTH)
+        if self.keep is not None:
+            check_int("keep", self.keep, minimum=0, maximum=self.group_size - 1)
 
     @property
     def exact_slots(self) -> int:
@@ -124,6 +137,12 @@ def checked_storage(storage: Any) -> LayerStorage:
     return tuple(storage)
 
 
+def chooses_tokens(storage: LayerStorage) -> bool:
+    """Whether key heads of a layer keep only some of the far tokens."""
+    each = storage if isinstance(storage, tuple) else (storage,)
+    return any(of_head is not None and of_head.keep is not None for of_head in each)
+
+
 def storage_of_heads(storage: LayerStorage, num_heads: int) -> tuple[Storage | None, ...]:
     """The storage of each of that many key heads.
 
@@ -160,7 +179,12 @@ def storage_data(storage: ModelStorage) -> Any:
     """How a layer, or each layer of a model, stores numbers, as JSON has it."""
     if isinstance(storage, Sequence):
         return [storage_data(each) for each in storage]
-    return None if storage is None else asdict(storage)
+    if storage is None:
+        return None
+    data = asdict(storage)
+    if storage.keep is None:  # as files of before have it
+        del data["keep"]
+    return data
 
 
 def storage_from(data: object) -> Any:

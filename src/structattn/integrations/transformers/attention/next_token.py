@@ -70,10 +70,13 @@ class KnownCall:
             return None
         self.cache.bind(call.module)
         q, scale = call.variant.scaled(call.query, call.scaling)
-        out = self.cache.try_step(q, key.states, value.states, scale=scale, order=call.reorder.index)
+        layer = key.layer
+        scores = layer.token_scores if layer.chooses_tokens else None
+        order = call.reorder.index
+        out = self.cache.try_step(q, key.states, value.states, scale=scale, order=order, token_scores=scores)
         if out is None:
             return None
-        key.is_appended = True
+        key.is_appended, layer.token_scores = True, None
         return out.transpose(1, 2)
 
     def _has(self, arguments: dict[str, Any]) -> bool:

@@ -15,7 +15,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from structattn.cache import PAGE_SIZE, LevelCache, Storage
 from structattn.cache.numbers import Count, new_number
-from structattn.cache.storage import checked_storage
+from structattn.cache.storage import checked_storage, chooses_tokens
 from structattn.checks import check_int, check_tensor
 from structattn.errors import CacheError, ShapeError
 from structattn.integrations.transformers.caches.recording import Append, Recording
@@ -72,6 +72,8 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     Attributes:
         level_cache: made for the first tokens, and ``None`` before.
+        token_scores: those of the tokens that come next, (B, G, T), for a storage with ``keep``; the
+            attention module sets them.
 
     Raises:
         ConfigError: an option is out of its range.
@@ -103,10 +105,11 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self._variant: Variant | None = None
         self._recording: Recording | None = None
         self.last_call: object = None  # what attention remembers of it, if it was simple
+        self.token_scores: Tensor | None = None  # of the tokens that come next
 
     def __getstate__(self) -> dict[str, Any]:
         # The recording and the last call refer to tensors and modules of calls.
-        return {**self.__dict__, "_recording": None, "last_call": None, "number": None}
+        return {**self.__dict__, "_recording": None, "last_call": None, "number": None, "token_scores": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -138,6 +141,11 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     def is_recording(self) -> bool:
         """Whether tokens are remembered, to remove more of them than the cache can."""
         return self.record_past or self._recording is not None
+
+    @property
+    def chooses_tokens(self) -> bool:
+        """Whether key heads keep only some of the far tokens, by ``token_scores``."""
+        return chooses_tokens(self.storage)
 
     @property
     def nbytes(self) -> int:
@@ -191,7 +199,8 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             CacheError: layout, window or padding differ from those that the cache was made for.
             ConfigError: it was filled by another module.
         """
-        cache = self._ready_for(k, v, variant, module, left_padding)
+        scores, self.token_scores = self.token_scores if self.chooses_tokens else None, None
+        cache = self._ready_for(k, v, variant, module, left_padding, scores)
         if first is not None and cache.length == 0 and self.storage is None:
             out = first()
             cache.append(k, v)
@@ -209,6 +218,7 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             sinks=terms.sinks,
             attn_mask=attn_mask,
             alibi_slopes=terms.alibi_slopes,
+            token_scores=scores,
         )
         return out[:, :, -count:]
 
@@ -222,10 +232,17 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         left_padding: tuple[int, ...] | None = None,
     ) -> None:
         """Appends new tokens; arguments and errors as ``attend``."""
-        self._ready_for(k, v, variant, module, left_padding).append(k, v)
+        scores, self.token_scores = self.token_scores if self.chooses_tokens else None, None
+        self._ready_for(k, v, variant, module, left_padding, scores).append(k, v, token_scores=scores)
 
     def _ready_for(
-        self, k: Tensor, v: Tensor, variant: Variant, module: object, left_padding: tuple[int, ...] | None
+        self,
+        k: Tensor,
+        v: Tensor,
+        variant: Variant,
+        module: object,
+        left_padding: tuple[int, ...] | None,
+        scores: Tensor | None,
     ) -> LevelCache:
         """The cache of an attention module for these tokens."""
 
@@ -242,7 +259,8 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             )
 
         def append(cache: LevelCache, count: int) -> None:
-            cache.append(k[:, :, :count], v[:, :, :count])
+            of_these = None if scores is None else scores[:, :, :count]
+            cache.append(k[:, :, :count], v[:, :, :count], token_scores=of_these)
 
         cache = self.ready(new, append, left_padding, k.shape[2])
         if self._variant != variant:

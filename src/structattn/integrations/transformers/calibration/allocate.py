@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from structattn.cache.storage import Storage
-from structattn.checks import MAX_LENGTH, check_choice, check_number, check_size, check_type, describe
+from structattn.checks import MAX_LENGTH, check_choice, check_number, check_size, check_type
 from structattn.errors import ConfigError
 from structattn.integrations.transformers.calibration.choices import choices
 from structattn.integrations.transformers.calibration.head_choices import (
@@ -17,11 +17,11 @@ from structattn.integrations.transformers.calibration.head_choices import (
     spec_of_heads,
     storage_of_choices,
 )
+from structattn.integrations.transformers.calibration.methods import Method, checked_methods
 from structattn.integrations.transformers.calibration.record import Calibration, LayerCalibration
 from structattn.layers.attention_spec import AttentionSpec
 
 Ranks = Literal["per_layer", "uniform"]
-Method = Literal["heads", "bits", "levels"]
 _BYTES = 2  # of a number of a plain cache, to which a compression is relative
 _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
@@ -47,6 +47,8 @@ class Allocation(list[AttentionSpec]):
         plain_nbytes: of a plain cache.
         context_length: T.
         expected_loss: change of the predictions, in nats per token.
+        scorers: of each layer, what scores its tokens, (G, E + 1), as ``TokenScores`` has it; ``None`` of
+            those that keep all.
         has_levels: whether ranks of levels were chosen, which need the calibration.
     """
 
@@ -59,6 +61,7 @@ class Allocation(list[AttentionSpec]):
         plain_nbytes: int,
         context_length: int,
         expected_loss: float,
+        scorers: Sequence[Tensor | None] = (),
         has_levels: bool = False,
     ) -> None:
         super().__init__(specs)
@@ -66,6 +69,7 @@ class Allocation(list[AttentionSpec]):
         self.storage = storage
         self.nbytes, self.plain_nbytes, self.context_length = nbytes, plain_nbytes, context_length
         self.expected_loss = expected_loss
+        self.scorers = tuple(scorers)
 
     def storage_of(self, chosen: Sequence[int], count: int) -> list[Storage | list[Storage | None] | None] | None:
         """``storage`` for ``structurize``: an entry for each of ``count`` layers of a model whose attention
@@ -89,9 +93,11 @@ def allocate(
     """Chooses what every key head keeps, so that the cache of the whole model fits a budget with the least
     expected loss.
 
-    With ``"heads"``, a key head keeps all tokens, or a window of recent ones and the first four; with
-    ``"bits"``, numbers that are far back have 16, 8 or 4 bits. The loss of a choice is the head's part of the
-    change of the predictions, as ``calibrate`` measured it; copies of far text have a tenth of the weight.
+    With ``"tokens"``, a key head keeps n of each 64 tokens that are far back, those with the highest scores
+    (``Storage(keep=n)``); with ``"bits"``, numbers that are far back have 16, 8 or 4 bits; with ``"heads"``,
+    a key head keeps all tokens, or a window of recent ones and the first four. The loss of a choice is the
+    head's part of the change of the predictions, as ``calibrate`` measured it; copies of far text have a
+    tenth of the weight.
 
     With ``"levels"``, every layer gets two to five levels, of keys and of values, instead: level 1 keeps r_1
     and v_1 dimensions of all T tokens, level l others of one block of n_l tokens, so that a key/value head
@@ -118,8 +124,8 @@ def allocate(
         context_length: T, tokens up to which the model will decode. Default: that of the calibration.
         ranks: of levels, ``"per_layer"``; or ``"uniform"``: one choice for all layers, the best that fits,
             as a baseline.
-        methods: ``("heads", "bits")``, one of the two, or ``("levels",)``. Default: heads and bits; levels
-            where the calibration has no effects of heads, or ``ranks`` is given as uniform.
+        methods: ``("tokens", "bits")``, ``("heads", "bits")``, one of these, or ``("levels",)``. Default: of
+            these the first that the calibration has measured; levels where ``ranks`` is given as uniform.
 
     Returns:
         An ``Allocation``, for ``structurize(model, allocation)``; levels need
@@ -129,15 +135,15 @@ def allocate(
         ConfigError: not one budget; one that no choices give, with the nearest that some do; other methods;
             effects of heads that were not measured; or uniform ranks for heads of several sizes.
 
-    Cost: of heads, some numbers for each; of levels, for each layer and each set of up to four block sizes 64
-        choices, on the host, by tensors of 64 D numbers. No model is called.
+    Cost: of heads, a cache of each choice, filled once; of levels, for each layer and each set of up to four
+        block sizes 64 choices, on the host, by tensors of 64 D numbers. No model is called.
 
     Source: ours; CARE (arXiv 2603.17946) distributes ranks over layers by the covariance of activations,
-        DuoAttention (2410.10819) gives windows to heads.
+        DuoAttention (2410.10819) gives windows to heads, KVzip (2505.23416) budgets of tokens.
     """
     check_type("calibration", calibration, Calibration, "a Calibration", "calibrate(model, batches) makes one")
     check_choice("ranks", ranks, get_args(Ranks))
-    chosen_methods = _checked_methods(methods, calibration, ranks)
+    chosen_methods = _methods_of(methods, calibration, ranks)
     length = calibration.context_length if context_length is None else context_length
     check_size("context_length", length, MAX_LENGTH)
     if chosen_methods == {"levels"}:
@@ -145,39 +151,35 @@ def allocate(
     return _by_heads(calibration, compression, bytes_per_token, length, chosen_methods)
 
 
-def _checked_methods(methods: Sequence[Method] | None, calibration: Calibration, ranks: Ranks) -> set[Method]:
+def _methods_of(methods: Sequence[Method] | None, calibration: Calibration, ranks: Ranks) -> set[Method]:
     if methods is None:
-        return {"levels"} if calibration.effects is None or ranks == "uniform" else {"heads", "bits"}
-    if isinstance(methods, str) or not isinstance(methods, Sequence) or not methods:
-        raise ConfigError(f"methods must be ('heads', 'bits'), one of them or ('levels',), got {describe(methods)}")
-    for method in methods:
-        check_choice("methods", method, get_args(Method))
-    chosen = set(methods)
+        if ranks == "uniform" or calibration.effects is None:
+            return {"levels"} if calibration.tokens is None or ranks == "uniform" else {"tokens"}
+        return {"heads", "bits"} if calibration.tokens is None else {"tokens", "bits"}
+    chosen = checked_methods(methods)
     if "levels" in chosen and len(chosen) > 1:
-        raise ConfigError("levels are chosen alone: give methods=('levels',), or ('heads', 'bits')")
+        raise ConfigError("levels are chosen alone: give methods=('levels',), or others without it")
+    if {"heads", "tokens"} <= chosen:
+        raise ConfigError("of far tokens either some are chosen or all are dropped: give 'tokens' or 'heads', not both")
     if "levels" not in chosen and ranks == "uniform":
         raise ConfigError("ranks='uniform' is for levels: give methods=('levels',), or leave ranks away")
-    if "levels" not in chosen and calibration.effects is None:
-        raise ConfigError(
-            "this calibration has no effects of single heads: calibrate(model, batches, retrieval=True) measures them, "
-            "for causal language models, on texts of at least 64 tokens"
-        )
+    effects = calibration.effects
+    known = {"tokens": calibration.tokens is not None, "bits": effects is not None, "levels": True}
+    known["heads"] = effects is not None and bool(effects.windows)
+    for method in sorted(chosen):
+        if not known[method]:
+            raise ConfigError(
+                f"this calibration has not measured {method}: calibrate(model, batches, methods=...) with {method!r} "
+                "among them does, for causal language models, on texts of at least 128 tokens"
+            )
     return chosen
 
 
 def _by_heads(
     calibration: Calibration, compression: float | None, per_token: float | None, length: int, methods: set[Method]
 ) -> Allocation:
-    assert calibration.effects is not None
     size = _BYTES if per_token is None else calibration.element_size
-    of_layers = head_choices(
-        calibration,
-        calibration.effects,
-        length,
-        dtype=_DTYPES[size],
-        windows="heads" in methods,
-        bits="bits" in methods,
-    )
+    of_layers = head_choices(calibration, length, dtype=_DTYPES[size], methods=methods)
     groups = [group for of_layer in of_layers for group in of_layer]
     plain = sum(float(group.sizes[0]) for group in groups)
     budget = _budget(compression, per_token, plain / size, size, length) * size
@@ -186,16 +188,21 @@ def _by_heads(
         smallest = sum(float(group.sizes.min()) for group in groups)
         raise _too_small("choice of heads and bits gives", budget, plain, smallest, length)
     numbers, left = iter(chosen), iter(of_layers)
+    of_tokens = iter(() if calibration.tokens is None else calibration.tokens.scorers)
     specs: list[AttentionSpec] = []
     storage: list[Storage | list[Storage | None] | None] = []
+    scorers: list[Tensor | None] = []
     for layer in calibration.layers:
         if layer.shape.keys_of is not None:
             specs.append(specs[_place(calibration, layer.shape.keys_of)])
             storage.append(storage[_place(calibration, layer.shape.keys_of)])
+            scorers.append(None)
             continue
         heads = [group.choices[next(numbers)] for group in next(left)]
+        scorer = next(of_tokens, None)
         specs.append(spec_of_heads(heads))
         storage.append(storage_of_choices(heads))
+        scorers.append(scorer if any(choice.keep is not None for choice in heads) else None)
     pairs = list(zip(groups, chosen, strict=True))
     return Allocation(
         specs,
@@ -204,6 +211,7 @@ def _by_heads(
         plain_nbytes=int(plain),
         context_length=length,
         expected_loss=sum(float(group.losses[number]) for group, number in pairs),
+        scorers=scorers,
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,10 +25,13 @@ from structattn.integrations.transformers.calibration.discovery import (
     register_observer,
 )
 from structattn.integrations.transformers.calibration.head_effects import SINK_TOKENS, HeadEffects, head_effects
+from structattn.integrations.transformers.calibration.methods import Method, checked_methods
 from structattn.integrations.transformers.calibration.moments import Moments, distance_bucket
 from structattn.integrations.transformers.calibration.projections import Projections, find_projections, input_weights
+from structattn.integrations.transformers.calibration.query_terms import of_queries
 from structattn.integrations.transformers.calibration.record import AttentionShape, Calibration, LayerCalibration
 from structattn.integrations.transformers.calibration.sensitivity import sensitivities
+from structattn.integrations.transformers.calibration.token_scores import TokenScores, token_scores
 from structattn.integrations.transformers.masks.structured_mask import Sequences, StructuredMask
 from structattn.integrations.transformers.variant import Variant
 from structattn.layout.checks import positive_ints
@@ -41,7 +43,8 @@ _SMALLEST_BLOCK = 16
 _CHUNK = 64  # queries whose scores are held at once
 _DISTANCES = 32  # of distance_bucket, more than a text has
 _SHORTEST_TEXT = 64
-_TEXTS = 2  # on which single heads are measured
+_TEXTS = 2  # on which bits and windows of single heads are measured
+_SCORED_TOKENS = 16384  # of the texts whose tokens are scored
 _WINDOWS = ((128, 8), (512, 2))  # of tokens, first ones included, and at most this part of a text
 _KNOWN = ("input_ids", "attention_mask", "labels")
 
@@ -139,7 +142,7 @@ class _Collector:
                 weights = variant.weights(
                     q[None, :, start:stop],
                     k[None, :, :stop],
-                    _of_queries(terms, row, first, start, stop),
+                    of_queries(terms, row, first, start, stop),
                     sequences=Sequences(),
                 )[0]
                 moments.add_queries(
@@ -160,19 +163,6 @@ class _Collector:
         generator = torch.Generator().manual_seed(row)
         first = int(torch.randint(length - count + 1, (), generator=generator))
         return [(at, min(at + _CHUNK, first + count)) for at in range(first, first + count, _CHUNK)]
-
-
-def _of_queries(terms: ScoreTerms, row: int, first: int, start: int, stop: int) -> ScoreTerms:
-    """The terms of the score of some queries of a row whose real tokens begin at ``first``; the mask is the
-    bias of the model.
-    """
-    slopes, mask = terms.alibi_slopes, terms.attn_mask
-    if slopes is not None and slopes.dim() == 2:
-        slopes = slopes[row]
-    if mask is not None:
-        mask = mask[min(row, len(mask) - 1)][None, ..., first : first + stop]
-        mask = mask if mask.shape[2] == 1 else mask[:, :, first + start : first + stop]
-    return replace(terms, alibi_slopes=slopes, attn_mask=mask)
 
 
 def _accurate(x: Tensor) -> Tensor:
@@ -250,18 +240,22 @@ def calibrate(
     block_sizes: Sequence[int] | None = None,
     num_queries: int | None = 64,
     retrieval: bool = True,
+    methods: Sequence[Method] = ("tokens", "bits", "levels"),
 ) -> Calibration:
-    """Measures which heads of a trained decoder look far back, which dimensions its far tokens need, and how
-    much each layer matters.
+    """Measures what a smaller cache of a trained decoder would lose: which far tokens its heads look back at,
+    in how many bits, and which dimensions of them.
 
-    For each key head it measures what the predictions lose when the head sees a window and the first tokens
-    only, and when its far keys and values have 4 bits: on the first texts, and on the same texts with spans
-    that come again at their end, so that heads that find them are known (``HeadEffects``).
+    Tokens: the model reads each text twice, one after the other, and how much a token is looked back at is
+    learned as a linear map of its hidden state, for each key head (``TokenScores``).
 
-    For each layer and key/value head it sums the second moments of queries, keys and values; and for each
-    block size n what the attention output loses, to first order, when keys outside the block of a query lose
-    dimensions. With attention weights a, scores s = c q.k and outputs o, a rotary pair p of keys changes the
-    output by
+    Bits, and windows of heads: what the predictions lose when far keys and values of a head have 4 bits; and,
+    with ``"heads"``, when it sees a window and the first tokens only, on the first texts, and on the same
+    texts with spans that come again at their end (``HeadEffects``).
+
+    Levels: for each layer and key/value head it sums the second moments of queries, keys and values; and for
+    each block size n what the attention output loses, to first order, when keys outside the block of a query
+    lose dimensions. With attention weights a, scores s = c q.k and outputs o, a rotary pair p of keys changes
+    the output by
 
         z_p = sum over far j of a_ij s_p(i, j) (v_j - o_i),
 
@@ -278,8 +272,10 @@ def calibrate(
         block_sizes: rising. Default: powers of 2 from 16 on, below the length of the first batch.
         num_queries: queries of each row whose scores are looked at, neighbors at a random place, the same
             ones in every run. ``None``: all.
-        retrieval: whether single heads are measured, on the first two rows of at least 64 tokens. A model
-            without an output head is not.
+        retrieval: whether single heads are measured: tokens on rows of at least 128 tokens, up to 16,384 in
+            all, the first two of at least 64 tokens for what else. A model without an output head is not.
+        methods: of ``allocate``, that are prepared for. Moments of dimensions are always summed; what each
+            layer matters is only measured for ``"levels"``.
 
     Returns:
         A ``Calibration``, for ``structurize(rotary_split="calibrated")`` and ``allocate``. ``save`` and
@@ -290,14 +286,15 @@ def calibrate(
         CalibrationError: queries, keys or values are NaN or infinite; the message says which, and in which
             layer.
 
-    Cost: single heads: some 20 forward and 20 backward passes of each of two rows. Dimensions: a
-        forward pass without output head of all tokens, and one with it of up to 2,048 tokens for each
-        layer; per layer and row 2 H M T D (V + D) FLOPs for the M queries. Memory does not depend on the
-        number of batches: per layer 8 B G (P^2 + V^2) bytes for B block sizes, G heads and P = D / 2 pairs.
+    Cost: tokens: a forward pass of twice each text. Bits: two forward and two backward passes of each of two
+        rows; heads: 16 of each. Dimensions: a forward pass without output head of all tokens, and for levels
+        one with it of up to 2,048 tokens for each layer; per layer and row 2 H M T D (V + D) FLOPs for the M
+        queries. Memory does not depend on the number of batches: per layer 8 B G (P^2 + V^2) bytes for B
+        block sizes, G heads and P = D / 2 pairs, and for tokens 8 E^2 for hidden states of E numbers.
 
-    Source: ours. MHA2MLA (arXiv 2502.14837) chooses rotary pairs by the norms of queries and keys, KQ-SVD
-        (2512.05916) shows that queries count as much as keys, CARE (2603.17946) uses the covariance of
-        activations; none distinguishes distances.
+    Source: ours; of tokens see ``TokenScores``. MHA2MLA (arXiv 2502.14837) chooses rotary pairs by the norms
+        of queries and keys, KQ-SVD (2512.05916) shows that queries count as much as keys, CARE (2603.17946)
+        uses the covariance of activations; none distinguishes distances.
     """
     check_type("model", model, PreTrainedModel, "a model of transformers")
     check_plain(model)
@@ -305,6 +302,7 @@ def calibrate(
     if num_queries is not None:
         check_size("num_queries", num_queries, MAX_LENGTH)
     check_type("retrieval", retrieval, bool, "True or False")
+    wanted = checked_methods(methods)
     attention = find_attention(model)
     projections = find_projections(model, [layer.module for layer in attention])
     sources = {layer.keys_of for layer in attention}
@@ -327,10 +325,9 @@ def calibrate(
             collector.spans = spans
             rows = zip(inputs["input_ids"], spans, strict=True)
             texts += [row[None, first:end] for row, (first, end) in rows if end - first >= _SHORTEST_TEXT]
-            del texts[_TEXTS:]
             with observed(model, _NAME):
                 model.base_model(**inputs, use_cache=False)
-            if collector.rows == 0:
+            if collector.rows == 0 and "levels" in wanted:
                 roots = {module: layer.root for module, layer in layers.items()}
                 real = torch.zeros(inputs["input_ids"].shape, dtype=torch.bool, device=model.device)
                 for row, (first, end) in enumerate(spans):
@@ -348,21 +345,34 @@ def calibrate(
             f"the longest text has {longest} tokens, all in one block of {collector.block_sizes[0]}: give longer "
             "texts, or smaller block_sizes"
         )
+    own = [layer for layer in attention if layer.keys_of is None]
+    has_heads = retrieval and bool(texts) and model.get_output_embeddings() is not None
     return Calibration(
         layers=tuple(layer.finished(longest) for layer in layers.values()),
         block_sizes=collector.block_sizes,
         context_length=longest,
         element_size=model.dtype.itemsize,
-        effects=_effects(model, attention, texts) if retrieval and texts else None,
+        effects=_effects(model, own, texts[:_TEXTS], wanted) if has_heads and wanted & {"bits", "heads"} else None,
+        tokens=_tokens(model, own, texts) if has_heads and "tokens" in wanted else None,
     )
 
 
 def _effects(
-    model: PreTrainedModel, attention: Sequence[FoundAttention], texts: Sequence[Tensor]
-) -> HeadEffects | None:
-    """Those of the heads that have keys of their own; ``None`` for a model without an output head."""
-    if model.get_output_embeddings() is None:
-        return None
+    model: PreTrainedModel, layers: Sequence[FoundAttention], texts: Sequence[Tensor], methods: set[Method]
+) -> HeadEffects:
+    """Those of the heads of layers that have keys of their own."""
     length = min(text.shape[1] for text in texts)
     windows = sorted({min(size, length // part) - SINK_TOKENS for size, part in _WINDOWS})
-    return head_effects(model, [layer for layer in attention if layer.keys_of is None], texts, windows)
+    return head_effects(model, layers, texts, windows if "heads" in methods else ())
+
+
+def _tokens(model: PreTrainedModel, layers: Sequence[FoundAttention], texts: Sequence[Tensor]) -> TokenScores | None:
+    """How those heads score tokens."""
+    longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or MAX_LENGTH
+    left, chosen = _SCORED_TOKENS, []
+    for text in texts:
+        if left <= 0:
+            break
+        chosen.append(text[:, : longest // 2])
+        left -= chosen[-1].shape[1]
+    return token_scores(model, layers, chosen)

@@ -11,11 +11,15 @@ from torch import Tensor
 
 from structattn.cache.level_cache import LevelCache
 from structattn.cache.storage import Storage
-from structattn.integrations.transformers.calibration.head_effects import COPIES, SINK_TOKENS, HeadEffects
+from structattn.integrations.transformers.calibration.head_effects import SINK_TOKENS
+from structattn.integrations.transformers.calibration.methods import Method
+from structattn.integrations.transformers.calibration.prompts import COPIES
 from structattn.integrations.transformers.calibration.record import Calibration, LayerCalibration
+from structattn.integrations.transformers.calibration.token_scores import GROUP, RESIDUAL
 from structattn.layout.levels import LevelLayout
 from structattn.spec.attention import AttentionSpec, parse_spec
 
+_KEEP = (*range(13), 14, 16, 18, 20, 22, 24, 28, 32, 36, 40, 44, 48, 52, 56, 60)  # of GROUP tokens
 _STEPS = 2**4 - 1, 2**8 - 1  # of numbers of 4 and of 8 bits: the square of their ratio is that of what they lose
 
 
@@ -26,10 +30,12 @@ class HeadChoice:
     Attributes:
         window: recent tokens that it sees, besides the first; ``None``: all tokens.
         bits: of numbers that are far back.
+        keep: of each ``GROUP`` tokens that are far back, how many stay; ``None``: all.
     """
 
     window: int | None
     bits: int
+    keep: int | None = None
 
     @property
     def spec(self) -> AttentionSpec:
@@ -39,6 +45,8 @@ class HeadChoice:
     @property
     def storage(self) -> Storage | None:
         """How its cache stores numbers."""
+        if self.keep is not None:
+            return Storage(self.bits, self.bits, GROUP, RESIDUAL, self.keep)
         return None if self.bits == 16 else Storage(self.bits, self.bits)
 
 
@@ -58,16 +66,16 @@ class HeadChoices:
 
 
 def head_choices(
-    calibration: Calibration, effects: HeadEffects, length: int, *, dtype: torch.dtype, windows: bool, bits: bool
+    calibration: Calibration, length: int, *, dtype: torch.dtype, methods: set[Method]
 ) -> list[list[HeadChoices]]:
     """The choices of each key head of each layer that has keys of its own; of one whose window is the
     model's own, only bits.
 
     Args:
-        effects: of the calibration.
+        calibration: has measured these methods.
         length: T, tokens in the cache.
         dtype: of exact numbers.
-        windows, bits: what is chosen; otherwise heads see all tokens, or have 16 bits.
+        methods: what is chosen; otherwise heads see all tokens, or have 16 bits.
     """
     first, found = 0, []
     for layer in calibration.layers:
@@ -75,16 +83,20 @@ def head_choices(
             continue
         of_layer = []
         is_free = layer.shape.window is None and layer.chunk_size is None
+        all_bits = (16, 8, 4) if "bits" in methods and is_free else (16,)
+        ways = [HeadChoice(None, some) for some in all_bits]
+        if "heads" in methods and is_free:
+            assert calibration.effects is not None
+            narrow = [window for window in calibration.effects.windows if window + SINK_TOKENS < length]
+            ways += [HeadChoice(window, some) for window in narrow for some in all_bits if some != 8]
+        if "tokens" in methods and is_free:
+            ways += [HeadChoice(None, some, keep) for keep in _KEEP for some in all_bits]
         for head in range(first, first + layer.shape.num_kv_heads):
-            ways = [HeadChoice(None, some) for some in ((16, 8, 4) if bits and is_free else (16,))]
-            if windows and is_free:
-                narrow = [window for window in effects.windows if window + SINK_TOKENS < length]
-                ways += [HeadChoice(window, some) for window in narrow for some in ((16, 4) if bits else (16,))]
             of_layer.append(
                 HeadChoices(
                     choices=tuple(ways),
                     sizes=torch.tensor([_nbytes(way, layer, length, dtype) for way in ways], dtype=torch.float64),
-                    losses=torch.stack([_loss(way, effects, head) for way in ways]),
+                    losses=torch.stack([_loss(way, calibration, head) for way in ways]),
                 )
             )
         first += layer.shape.num_kv_heads
@@ -92,13 +104,19 @@ def head_choices(
     return found
 
 
-def _loss(way: HeadChoice, effects: HeadEffects, head: int) -> Tensor:
+def _loss(way: HeadChoice, calibration: Calibration, head: int) -> Tensor:
     loss = torch.zeros((), dtype=torch.float64)
+    effects = calibration.effects
     if way.window is not None:
+        assert effects is not None
         row = effects.windows.index(way.window)
         loss = loss + (1 - COPIES) * effects.text[row, head].clamp(min=0)
         loss = loss + COPIES * effects.retrieval[row, head].clamp(min=0)
+    if way.keep is not None:
+        assert calibration.tokens is not None
+        loss = loss + calibration.tokens.losses[head, way.keep]
     if way.bits < 16:
+        assert effects is not None
         rounding = effects.bits[head].clamp(min=0)
         loss = loss + (rounding if way.bits == 4 else rounding * (_STEPS[0] / _STEPS[1]) ** 2)
     return loss
@@ -110,7 +128,7 @@ def _nbytes(way: HeadChoice, layer: LayerCalibration, length: int, dtype: torch.
     return _allocated(way, shape.head_dim, shape.value_dim, shape.window, length, dtype)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def _allocated(
     way: HeadChoice, head_dim: int, value_dim: int, window: int | None, length: int, dtype: torch.dtype
 ) -> int:
@@ -119,7 +137,8 @@ def _allocated(
         layout = LevelLayout.sliding((head_dim,), (way.window,), "standard", sink_tokens=SINK_TOKENS)
     cache = LevelCache(layout, window=window, storage=way.storage, max_length=length)
     key, value = (torch.zeros(1, 1, length, dim, dtype=dtype) for dim in (head_dim, value_dim))
-    cache.append(key, value)
+    scores = None if way.keep is None else torch.zeros(1, 1, length)
+    cache.append(key, value, token_scores=scores)
     return cache.nbytes
 
 

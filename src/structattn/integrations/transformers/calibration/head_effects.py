@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,17 +14,20 @@ from structattn.errors import CalibrationError
 from structattn.integrations.transformers.attention.call import AttentionCall
 from structattn.integrations.transformers.attention.interface import attend
 from structattn.integrations.transformers.calibration.discovery import FoundAttention, observed, register_observer
+from structattn.integrations.transformers.calibration.prompts import (
+    COPIES,
+    ScoredText,
+    log_probabilities,
+    retrieval_prompt,
+    text_prompt,
+)
 from structattn.integrations.transformers.variant import Variant
 from structattn.layout.levels import LevelLayout
 from structattn.progress import counted
 
 SINK_TOKENS = 4  # of the windows that heads are tried with
-COPIES = 0.1  # of the tokens that a model predicts, the share that is taken to be copied from far back
 _NAME = "structattn_head_effects"
 _POINTS = (1 / 4, 3 / 4)  # of the path of all gates from 1 to 0: the middles of two halves
-_SCORED = 512  # positions of a text at which predictions are compared: logits are many numbers
-_SPAN, _CUE = 16, 4  # tokens of a span that comes again, and how many of them say which one it is
-_MOST_SPANS = 16
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -127,51 +129,10 @@ def _rounded(x: Tensor, bits: int, axis: int, group: int = 64) -> Tensor:
     return torch.cat(parts, dim=axis)
 
 
-@dataclass(frozen=True)
-class _Prompt:
-    """Tokens (1, T), and the positions (n,) at which predictions are compared."""
-
-    ids: Tensor
-    scored: Tensor
-
-
-def _text_prompt(ids: Tensor) -> _Prompt:
-    """A text, with its last positions."""
-    return _Prompt(ids, torch.arange(max(0, ids.shape[1] - _SCORED), ids.shape[1], device=ids.device))
-
-
-def _retrieval_prompt(ids: Tensor, generator: torch.Generator) -> _Prompt:
-    """A text in whose end spans from all of it come again, half of them made of its tokens in random order.
-
-    What follows the first tokens of a copy can be read nowhere but at the original.
-    """
-    ids, length = ids.clone(), ids.shape[1]
-    count = min(_MOST_SPANS, length // (4 * _SPAN))
-    kept = length - count * _SPAN  # the copies follow
-    slots = torch.randperm(kept // _SPAN, generator=generator)[:count] * _SPAN
-    for place in slots[::2].tolist():
-        taken = torch.randint(kept, (_SPAN,), generator=generator)
-        ids[0, place : place + _SPAN] = ids[0, taken.to(ids.device)]
-    order = slots[torch.randperm(count, generator=generator)]
-    at = (order[:, None] + torch.arange(_SPAN)).flatten()
-    ids[0, kept:] = ids[0, at.to(ids.device)]
-    scored = torch.arange(kept, length).view(count, _SPAN)[:, _CUE - 1 : -1].flatten()  # each predicts the next token
-    return _Prompt(ids, scored.to(ids.device))
-
-
-def _log_probabilities(model: PreTrainedModel, prompt: _Prompt) -> Tensor:
-    """(n, V) of the scored positions."""
-    if "logits_to_keep" in inspect.signature(model.forward).parameters:
-        logits = model(input_ids=prompt.ids, use_cache=False, logits_to_keep=prompt.scored).logits[0]
-    else:
-        logits = model(input_ids=prompt.ids, use_cache=False).logits[0, prompt.scored]
-    return logits.float().log_softmax(-1)
-
-
 class _Measurement:
     """The prompts of a model, and what it predicts."""
 
-    def __init__(self, model: PreTrainedModel, layers: Sequence[FoundAttention], prompts: Sequence[_Prompt]) -> None:
+    def __init__(self, model: PreTrainedModel, layers: Sequence[FoundAttention], prompts: Sequence[ScoredText]) -> None:
         self.model, self.prompts = model, prompts
         self._references: list[Tensor] = []
         self.rows, end = {}, 0
@@ -210,10 +171,10 @@ class _Measurement:
                     total -= moved * slope.double().cpu() / len(_POINTS)
         return total / len(self.prompts)
 
-    def _predict(self, prompt: _Prompt, gates: Tensor, less: Callable[[AttentionCall], Tensor]) -> Tensor:
+    def _predict(self, prompt: ScoredText, gates: Tensor, less: Callable[[AttentionCall], Tensor]) -> Tensor:
         _active.append(_Gates(self.rows, gates, less))
         try:
-            return _log_probabilities(self.model, prompt)
+            return log_probabilities(self.model, prompt)
         finally:
             _active.pop()
 
@@ -227,7 +188,7 @@ def head_effects(
         model: a plain causal language model; its parameters take no gradients in the meantime.
         layers: those of keys of their own.
         texts: ids (1, T) each, as many as there are prompts of each kind.
-        windows: ascending, shorter than the texts.
+        windows: ascending, shorter than the texts; none: only bits are measured.
 
     Cost: for each window 4 forward and 4 backward passes of each text, and of a retrieval prompt as long;
         2 of each text for the bits; and a plain forward pass of each.
@@ -236,15 +197,17 @@ def head_effects(
         them; the path integral: Sundararajan et al. 2017 (integrated gradients), whose parts sum to all.
     """
     generator = torch.Generator().manual_seed(0)
-    of_text = _Measurement(model, layers, [_text_prompt(ids) for ids in texts])
-    of_copies = _Measurement(model, layers, [_retrieval_prompt(ids, generator) for ids in texts])
+    of_text = _Measurement(model, layers, [text_prompt(ids) for ids in texts])
+    of_copies = _Measurement(model, layers, [retrieval_prompt(ids, generator) for ids in texts])
     required = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in required:
         parameter.requires_grad_(False)
     try:
         found: dict[str, Tensor] = {}
         whole: Tensor | None = None
-        for words in ("heads that look far back", "the other heads"):
+        if not windows:
+            found = {kind: torch.zeros(0, of_text.count, dtype=torch.float64) for kind in ("text", "retrieval")}
+        for words in ("heads that look far back", "the other heads") if windows else ():
             for kind, measured in (("text", of_text), ("retrieval", of_copies)):
                 rows = [
                     measured.effects(_in_window(window), f"{words}, {kind}, windows of {window}", whole)

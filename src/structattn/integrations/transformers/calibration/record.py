@@ -17,6 +17,7 @@ from structattn.errors import ConfigError
 from structattn.integrations.transformers.calibration.discovery import FoundAttention
 from structattn.integrations.transformers.calibration.head_effects import HeadEffects
 from structattn.integrations.transformers.calibration.moments import Moments
+from structattn.integrations.transformers.calibration.token_scores import TokenScores
 from structattn.layers.rotary_order import Rotation
 from structattn.tensor_files import read_tensors, write_tensors
 
@@ -114,6 +115,7 @@ class Calibration:
         context_length: of the longest sequence, in tokens.
         element_size: bytes of a cached number in the dtype of the model.
         effects: of single key heads; ``None`` where they were not measured.
+        tokens: how key heads score tokens; ``None`` where that was not measured.
     """
 
     layers: tuple[LayerCalibration, ...]
@@ -121,6 +123,7 @@ class Calibration:
     context_length: int
     element_size: int
     effects: HeadEffects | None = None
+    tokens: TokenScores | None = None
 
     @property
     def digest(self) -> str:
@@ -161,6 +164,9 @@ class Calibration:
         }
         if self.effects is not None:
             tensors |= {f"effects.{name}": getattr(self.effects, name).contiguous() for name in _EFFECTS}
+        if self.tokens is not None:
+            tensors["tokens.losses"] = self.tokens.losses.contiguous()
+            tensors |= {f"tokens.{n}": scorer.contiguous() for n, scorer in enumerate(self.tokens.scorers)}
         write_tensors(path, _KEY, _plain(self), tensors)
 
     @classmethod
@@ -183,12 +189,17 @@ class Calibration:
         )
         windows = data.get("windows")  # files of before have none
         effects = {} if windows is None else {name: tensors[f"effects.{name}"] for name in _EFFECTS}
+        tokens = None
+        if (losses := tensors.get("tokens.losses")) is not None:
+            count = sum(name.startswith("tokens.") for name in tensors) - 1
+            tokens = TokenScores(scorers=tuple(tensors[f"tokens.{n}"] for n in range(count)), losses=losses)
         return cls(
             layers=layers,
             block_sizes=tuple(data["block_sizes"]),
             context_length=data["context_length"],
             element_size=data["element_size"],
             effects=None if windows is None else HeadEffects(windows=tuple(windows), **effects),
+            tokens=tokens,
         )
 
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig, GenerationMixin, PreTrainedConfig, PreTrain
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from structattn.cache.storage import ModelStorage
+from structattn.cache.storage import ModelStorage, chooses_tokens, storage_of_layers
 from structattn.checks import check_int, is_int, quoted
 from structattn.errors import CheckpointError, ConfigError
 from structattn.integrations.transformers.architecture.auto_map import AUTO_MODELS, SelfLoadingConfig, publish
@@ -283,6 +283,11 @@ def install(model: PreTrainedModel, modules: Mapping[int, torch.nn.Module], reco
         if not isinstance(module, StructuredAttention):
             module.__class__ = structured_class(type(module))
         module.set_structure(structure)  # type: ignore[operator]
+    for number, storage in enumerate(storage_of_layers(record.storage, len(record.specs))):
+        if number in modules and chooses_tokens(storage):
+            text: Any = model.config.get_text_config(decoder=True)
+            heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+            modules[number].set_token_scorer(heads, text.hidden_size)  # type: ignore[operator]
     config = type(model.config)
     for part in model.modules():  # those of images or sound have another config
         if (

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from structattn.cache.numbers import NumberedLayer
+from structattn.cache.numbers import NumberedLayer, is_traced
 from structattn.checks import quoted
 from structattn.errors import CheckpointError, ConfigError
 from structattn.integrations.transformers.attention.adapters import adapted_class
@@ -39,6 +39,8 @@ from structattn.layout.heads import HeadLayouts
 IMPLEMENTATION = "structurized"
 # Version 0.1 stored the rows of these in the order of the levels, and stored that order as well.
 OLD_ORDER = "rotary_order"
+# The module that scores tokens, for caches that choose some.
+TOKEN_SCORES = "token_scores"
 _OLD_ROWS = ("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias", "q_norm.weight", "k_norm.weight")
 
 
@@ -150,8 +152,42 @@ class StructuredAttention(NumberedLayer):
             )
         for argument in (*args, *kwargs.values()):
             if isinstance(argument, Cache) and self.structure.has_keys:
-                level_cache_layer(of_decoder(argument), self.layer_idx, self.config)
+                layer = level_cache_layer(of_decoder(argument), self.layer_idx, self.config)
+                if layer.chooses_tokens:
+                    layer.token_scores = self._token_scores(
+                        kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+                    )
         return super().forward(*args, **kwargs)
+
+    def _token_scores(self, states: Tensor) -> Tensor:
+        """How much later queries will need each token, (B, G, T), from hidden states (B, T, E)."""
+        scorer = getattr(self, TOKEN_SCORES, None)
+        if scorer is None:
+            raise ConfigError(
+                f"the cache chooses tokens (keep=), and layer {self.layer_idx} of this model has no token scores: "
+                "structurize(model, allocate(calibrate(model, batches), ...)) adds them"
+            )
+        if is_traced():
+            raise ConfigError(
+                "a cache that chooses tokens (keep=) is not for compiled models: leave torch.compile away, or allocate "
+                "with methods=('heads', 'bits')"
+            )
+        scores: Tensor = scorer(states)
+        return scores.detach().transpose(1, 2)
+
+    def set_token_scorer(self, num_heads: int, hidden_size: int) -> None:
+        """Gives the layer a linear map from hidden states to a score of each key head, for caches that choose
+        tokens; ``calibrate`` finds its weights.
+        """
+        like = next(self.parameters())
+        setattr(self, TOKEN_SCORES, nn.Linear(hidden_size, num_heads, device=like.device, dtype=like.dtype))
+
+    @torch.no_grad()
+    def write_token_scorer(self, scorer: Tensor) -> None:
+        """Sets the weights of the token scores to (G, E + 1), as ``TokenScores`` has them."""
+        module = getattr(self, TOKEN_SCORES)
+        module.weight.copy_(scorer[:, :-1])
+        module.bias.copy_(scorer[:, -1])
 
     def extra_repr(self) -> str:
         """The layout and the window, for ``repr``."""

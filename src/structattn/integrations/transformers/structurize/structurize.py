@@ -7,9 +7,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from structattn.cache.storage import ModelStorage, storage_data, storage_of_heads, storage_of_layers
+from structattn.cache.storage import (
+    ModelStorage,
+    chooses_tokens,
+    storage_data,
+    storage_of_heads,
+    storage_of_layers,
+)
 from structattn.checks import check_path, check_type
 from structattn.errors import ConfigError
 from structattn.integrations.hub import source_config
@@ -118,8 +125,11 @@ def structurize(
             "rotary_split='calibrated' and calibration= too, or measure single heads, by calibrate(model, batches) "
             "with texts of 64 tokens and more"
         )
+    scorers: dict[int, Tensor] = {}
     if storage is None and isinstance(spec, Allocation):
         storage = spec.storage_of(chosen, len(specs))
+        scorers = {number: x for number, x in zip(chosen, spec.scorers, strict=False) if x is not None}
+    _check_scorers(storage, scorers, len(specs))
     layouts = {
         number: layout for number, text in enumerate(specs) if (layout := layout_with_levels(text, length)) is not None
     }
@@ -137,6 +147,8 @@ def structurize(
     _install(model, attention, config, record)
     if bases is not None:
         bases.write()
+    for number, scorer in scorers.items():
+        attention[number].module.write_token_scorer(scorer)  # type: ignore[operator]
     return model
 
 
@@ -188,6 +200,16 @@ def _checked_storage(storage: ModelStorage, attention: Mapping[int, FoundAttenti
         if number in attention:
             storage_of_heads(of_layer, attention[number].num_kv_heads)
     return storage
+
+
+def _check_scorers(storage: ModelStorage, scorers: Mapping[int, Tensor], count: int) -> None:
+    """Raises ``ConfigError`` where tokens are chosen of a layer whose scores are not known."""
+    for number, of_layer in enumerate(storage_of_layers(storage, count)):
+        if chooses_tokens(of_layer) and number not in scorers:
+            raise ConfigError(
+                f"the storage of layer {number} chooses tokens (keep=), and nothing scores them: give structurize what "
+                "allocate(calibrate(model, batches), ...) returns, without storage="
+            )
 
 
 def _config_with_record(

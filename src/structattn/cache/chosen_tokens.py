@@ -1,0 +1,378 @@
+"""What a cache keeps of key heads that keep only the far tokens with the highest scores."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from structattn.cache.attend import over_dense
+from structattn.cache.contents import Contents, TokenShape
+from structattn.cache.levels import Level
+from structattn.cache.over_quantized import check_no_gradient
+from structattn.cache.storage import FIRST_TOKENS, LevelStore, Storage
+from structattn.errors import CacheError, CheckpointError, ConfigError, ShapeError
+from structattn.ops import Backend
+from structattn.ops.checks import autocasted
+from structattn.ops.terms import ScoreTerms
+
+_SCORES = "scores"
+
+
+@dataclass(frozen=True)
+class _Return:
+    """What ``undo`` returns to.
+
+    Attributes:
+        contents: those that hold the tokens, and that hold the mark.
+        decided: as of ``ChosenTokens``.
+        scores: a copy, where they were moved.
+    """
+
+    contents: Contents
+    decided: int
+    scores: Tensor | None
+
+
+class ChosenTokens:
+    """The contents of key heads whose ``Storage`` has ``keep``: the tokens of a group that has left the
+    residual stay or go, for each head and row by its own scores.
+
+    The tokens that are kept lie side by side in a plain ``Contents``, in their order, before all that are not
+    decided on yet: it never knows of the others. So its steps and its codes are those of a shorter cache.
+
+    The methods are those of ``Contents``; ``set_scores`` is given the scores of new tokens before they are
+    appended.
+
+    Args:
+        shape: of the tokens.
+        storage: of these heads.
+        padding: ``None``, or nothing but zeros.
+        **options: others of ``Contents``, which has plain attention.
+
+    Attributes:
+        decided: tokens before this position are chosen; a multiple of the group size.
+
+    Raises:
+        ConfigError: there is padding.
+    """
+
+    def __init__(
+        self,
+        shape: TokenShape,
+        *,
+        storage: Storage,
+        padding: tuple[int, ...] | None,
+        **options: Any,
+    ) -> None:
+        if padding is not None and any(padding):
+            raise ConfigError(
+                f"a cache that keeps {storage.keep} of {storage.group_size} tokens takes rows without padding, got "
+                f"left padding {padding}: give prompts of one length, or one at a time"
+            )
+        assert storage.keep is not None
+        self.storage, self.keep = storage, storage.keep
+        options |= {name: self._of_kept(options[name]) for name in ("max_length", "page_size")}
+        self.kept = Contents(shape, layout=None, padding=None, storage=replace(storage, keep=None), **options)
+        self.padding = padding
+        self.decided = 0
+        self._scores = torch.zeros(0)
+        self._new: Tensor | None = None
+        self._mark: _Return | None = None
+
+    def _of_kept(self, tokens: int | None) -> int | None:
+        """How many of that many tokens are kept, in whole groups."""
+        if tokens is None:
+            return None
+        size = self.storage.group_size
+        return max(1, -(-tokens // size * self.keep // size)) * size
+
+    @property
+    def shape(self) -> TokenShape:
+        """Of the tokens."""
+        return self.kept.shape
+
+    @property
+    def _chosen(self) -> int:
+        """Tokens that are kept of those that are decided on."""
+        return self.decided // self.storage.group_size * self.keep + (self._extra if self.decided else 0)
+
+    @property
+    def _extra(self) -> int:
+        """First tokens that stay besides."""
+        return min(FIRST_TOKENS, self.storage.group_size - self.keep)
+
+    @property
+    def _open(self) -> int:
+        """Tokens that are not decided on yet."""
+        return self.kept.length - self._chosen
+
+    @property
+    def length(self) -> int:
+        """Tokens so far, those that are kept no longer counted."""
+        return self.decided + self._open
+
+    @property
+    def key_nbytes(self) -> int:
+        """Bytes that are allocated for keys, and for scores."""
+        return self.kept.key_nbytes + self._scores.numel() * self._scores.element_size()
+
+    @property
+    def value_nbytes(self) -> int:
+        """Bytes that are allocated for values."""
+        return self.kept.value_nbytes
+
+    def stores(self) -> Iterator[tuple[LevelStore, Level]]:
+        """All stores with their levels."""
+        return self.kept.stores()
+
+    @property
+    def groups(self) -> Iterator[object]:
+        """The stores of quantized tokens, and one more entry, of the scores, as ``state`` has them."""
+        yield from self.kept.groups
+        yield self
+
+    def set_scores(self, scores: Tensor) -> None:
+        """Takes the scores of the tokens that come next, (B, G, T): of each group, those with the highest are
+        kept.
+        """
+        self._new = scores
+
+    def _taken_scores(self, count: int) -> Tensor:
+        """The scores of new tokens, (B, G, count)."""
+        scores, self._new = self._new, None
+        if scores is None:
+            raise ConfigError(
+                f"a cache that keeps {self.keep} of {self.storage.group_size} tokens needs token_scores, (batch, heads "
+                "of keys, tokens), with new tokens: structurize(model, allocate(...)) makes them"
+            )
+        shape = self.shape
+        if scores.shape != (shape.batch, shape.keys[0], count):
+            raise ShapeError(
+                f"token_scores must have shape {(shape.batch, shape.keys[0], count)}, got {tuple(scores.shape)}"
+            )
+        return scores.detach().to(device=shape.device, dtype=torch.float32)
+
+    def _store_scores(self, first: int, scores: Tensor) -> None:
+        """Writes the scores of open tokens from number ``first`` on."""
+        end = first + scores.shape[2]
+        if self._scores.dim() < 3 or self._scores.shape[2] < end:
+            shape, size = self.shape, max(end, self.storage.residual + self.storage.group_size)
+            with torch.inference_mode(False):
+                grown = torch.zeros((shape.batch, shape.keys[0], size), device=shape.device)
+            if first:
+                grown[:, :, :first] = self._scores[:, :, :first]
+            self._scores = grown
+        self._scores[:, :, first:end] = scores
+
+    def _open_numbers(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of the open tokens, (B, G, n, dim), as the model made them."""
+        first, end = self._chosen, self.kept.length
+        found = []
+        for store, _ in self.kept.stores():
+            found.append(store.read(slice(None), first, end, 0).transpose(2, 3).clone())
+        k, v = found
+        return k, v
+
+    def _choose(self, k: Tensor, v: Tensor, scores: Tensor) -> None:
+        """Decides on the groups that have left the residual.
+
+        Args:
+            k, v: of all open tokens, (B, G, n, dim), which follow what is chosen.
+            scores: of these, (B, G, n).
+        """
+        size = self.storage.group_size
+        count = max(0, (k.shape[2] - self.storage.residual) // size)
+        ends = count * size
+        of_groups = scores[:, :, :ends].unflatten(2, (count, size)).clone()
+        extra = self._extra if self.decided == 0 else 0
+        picks = []
+        if extra and count:  # the first group keeps the first tokens besides
+            of_groups[:, :, 0, :extra] = torch.inf
+            picks.append(_highest(of_groups[:, :, :1], self.keep + extra).flatten(2))
+            of_groups = of_groups[:, :, 1:]
+        offsets = torch.arange(len(picks), count, device=k.device)[:, None] * size
+        picks.append((_highest(of_groups, self.keep) + offsets).flatten(2))
+        rest = torch.arange(ends, k.shape[2], device=k.device).expand(*k.shape[:2], -1)
+        index = torch.cat([*picks, rest], dim=2)
+        chosen_k, chosen_v = (x.gather(2, index[..., None].expand(-1, -1, -1, x.shape[3])) for x in (k, v))
+        if self._open:
+            self.kept.forget(self._chosen)
+        self.decided += ends
+        self.kept.append(chosen_k, chosen_v)
+        self._store_scores(0, scores[:, :, ends:])
+
+    @property
+    def _is_due(self) -> bool:
+        return self._open >= self.storage.residual + self.storage.group_size
+
+    def _is_short(self, count: int) -> bool:
+        """Whether that many new tokens are decided on by later calls."""
+        return self._open + count <= self.storage.residual + self.storage.group_size
+
+    def append(self, k: Tensor, v: Tensor) -> None:
+        """Adds tokens, whose scores were set."""
+        scores = self._taken_scores(k.shape[2])
+        if self._is_short(k.shape[2]):
+            self._store_scores(self._open, scores)
+            self.kept.append(k, v)
+        else:
+            self._append_many(k, v, scores)
+
+    def _append_many(self, k: Tensor, v: Tensor, scores: Tensor) -> None:
+        open_tokens = self._open
+        if self._mark is not None:  # what crop takes away, the mark of the contents does not bring back
+            self._mark = replace(self._mark, scores=self._scores.clone())
+            self.kept.undo()
+            before, self.kept = self.kept, copy.deepcopy(self.kept)
+            before.set_mark()
+        if open_tokens:
+            held_k, held_v = self._open_numbers()
+            k, v = torch.cat([held_k, k], dim=2), torch.cat([held_v, v], dim=2)
+            scores = torch.cat([self._scores[:, :, :open_tokens], scores], dim=2)
+        self._choose(k, v, scores)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, options: ScoreTerms, backend: Backend) -> Tensor:
+        """Appends new tokens and computes their attention, over each other and over what is kept.
+
+        Raises:
+            ConfigError: a term depends on which tokens are kept, or gradients are asked for.
+        """
+        if options.attn_mask is not None or options.alibi_slopes is not None:
+            raise ConfigError(
+                f"a cache that keeps {self.keep} of {self.storage.group_size} tokens does not know masks and biases of "
+                "positions: leave attn_mask and alibi_slopes away"
+            )
+        check_no_gradient(q, k, v, options)
+        q, k, v = autocasted(q, k, v)
+        if q.shape[2] and self._is_short(q.shape[2]):
+            scores, open_tokens = self._taken_scores(k.shape[2]), self._open
+            out = self.kept.attend(q, k, v, options, backend)
+            self._store_scores(open_tokens, scores)
+            return out
+        keys, values = self.kept.dense_keys(k), self.kept.dense_values(v)
+        out = over_dense(q, keys, values, options, layout=None, window=None, backend=backend)
+        self.append(k, v)
+        return out
+
+    def try_step(self, q: Any, k: Any, v: Any, scale: object, order: Tensor | None) -> Tensor | None:
+        """As ``Contents.try_step``."""
+        if self._is_due or self._new is None:
+            return None
+        open_tokens = self._open
+        out = self.kept.try_step(q, k, v, scale, order)
+        if out is not None:
+            self._mark = _Return(self.kept, self.decided, None)
+            self._store_scores(open_tokens, self._taken_scores(1))
+        return out
+
+    def weights(self, q: Tensor, k: Tensor, options: ScoreTerms) -> Tensor:
+        """Raises ``ConfigError``: which tokens are kept is not remembered."""
+        raise ConfigError(
+            f"a cache that keeps {self.keep} of {self.storage.group_size} tokens does not remember which they are: "
+            "leave output_attentions away"
+        )
+
+    def dense_keys(self, k: Tensor) -> Tensor:
+        """As ``weights``."""
+        raise CacheError(
+            f"a cache that keeps {self.keep} of {self.storage.group_size} tokens has no dense keys and values: it does "
+            "not remember which they are"
+        )
+
+    dense_values = dense_keys
+
+    def set_mark(self) -> None:
+        """Marks the point to which ``undo`` returns, after it has decided on what is due."""
+        if self._is_due:
+            k, v = self._open_numbers()
+            self._mark = None
+            self._choose(k, v, self._scores[:, :, : self._open].clone())
+        self.kept.set_mark()
+        self._mark = _Return(self.kept, self.decided, None)
+
+    def undo(self) -> None:
+        """Makes the contents what they were at the mark."""
+        assert self._mark is not None
+        mark, self._mark = self._mark, None
+        self.kept, self.decided, self._new = mark.contents, mark.decided, None
+        if mark.scores is not None:
+            self._scores = mark.scores
+        self.kept.undo()
+
+    def crop(self, length: int) -> None:
+        """Forgets all tokens but the first ``length``."""
+        self.check_crop(length)
+        if length == 0:
+            self.reset()
+        else:
+            self.kept.crop(self._chosen + length - self.decided)
+
+    def check_crop(self, length: int) -> None:
+        """Raises what ``crop`` would raise, and changes nothing."""
+        if length and length < self.decided:
+            raise CacheError(
+                f"cannot crop from {self.length} to {length} tokens: of the first {self.decided}, {self._chosen} are "
+                f"kept; crop to a length of at least {self.decided}, or reset() and start again"
+            )
+
+    def reset(self) -> None:
+        """Forgets all tokens; memory stays."""
+        self.kept.reset()
+        self.decided, self._new, self._mark = 0, None, None
+
+    def selection(self, indices: Tensor) -> Callable[[], None]:
+        """What makes row b row ``indices[b]``, once it is called, and cannot fail."""
+        take_kept = self.kept.selection(indices)
+        with torch.inference_mode(False):
+            scores = self._scores.index_select(0, indices.to(self._scores.device)) if self._scores.dim() == 3 else None
+
+        def take() -> None:
+            take_kept()
+            if scores is not None:
+                self._scores = scores
+            self._mark = None
+
+        return take
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Plain data and tensors from which ``restore`` makes equal contents."""
+        plain, tensors = self.kept.state()
+        number = len(plain["quantized"])
+        plain["length"] = self.length
+        plain["quantized"] = [*plain["quantized"], ([self.decided], [0])]
+        tensors[f"group {number} {_SCORES}"] = self._scores[:, :, : self._open].clone()
+        return plain, tensors
+
+    def restore(self, plain: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Takes over what ``state`` returned.
+
+        Raises:
+            CheckpointError: it is not that.
+        """
+        *quantized, (decided, first) = plain["quantized"]
+        tensors = dict(tensors)
+        scores = tensors.pop(f"group {len(quantized)} {_SCORES}", None)
+        length, size = plain["length"], self.storage.group_size
+        if len(decided) != 1 or list(first) != [0] or decided[0] % size or not 0 <= decided[0] <= length:
+            raise CheckpointError(
+                f"tokens before a multiple of {size} of {length} are chosen, got {tuple(decided)} and {tuple(first)}"
+            )
+        self.decided = decided[0]
+        count = length - self.decided
+        shape = (self.shape.batch, self.shape.keys[0], count)
+        if scores is None or scores.shape != shape or scores.dtype != torch.float32:
+            raise CheckpointError(f"the scores of tokens that are not chosen yet must be float32 of shape {shape}")
+        self.kept.restore({**plain, "length": self._chosen + count, "quantized": quantized}, tensors)
+        self._store_scores(0, scores)
+
+
+def _highest(scores: Tensor, count: int) -> Tensor:
+    """The places of the ``count`` highest scores of each group (..., size), ascending."""
+    # A stable sort: of equal scores the first ones stay, on every machine.
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    return order[..., :count].sort(dim=-1).values

@@ -1,0 +1,314 @@
+"""Which far tokens a key head needs, read from the hidden states of the tokens themselves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from structattn.cache.storage import FIRST_TOKENS
+from structattn.errors import CalibrationError
+from structattn.integrations.transformers.attention.arguments import POSITION_BIAS
+from structattn.integrations.transformers.attention.call import AttentionCall
+from structattn.integrations.transformers.attention.interface import attend
+from structattn.integrations.transformers.calibration.discovery import FoundAttention, observed, register_observer
+from structattn.integrations.transformers.calibration.prompts import (
+    COPIES,
+    ScoredText,
+    log_probabilities,
+    retrieval_prompt,
+    text_prompt,
+)
+from structattn.integrations.transformers.calibration.query_terms import of_queries
+from structattn.integrations.transformers.masks.structured_mask import Sequences
+from structattn.integrations.transformers.variant import Variant
+from structattn.progress import counted
+
+GROUP, RESIDUAL = 64, 64  # of the storages that keep some tokens of a group
+_NAME = "structattn_token_scores"
+_QUERIES = 128  # whose weights are held at once
+_LEAST = 1e-5  # of a weight: below this all are alike
+_RIDGE = 0.01  # relative to the variance of each number of a hidden state
+_SHARE = 1 / 4  # of the tokens, at which the change of the predictions is measured
+_HELD_OUT = 5  # one text of so many
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenScores:
+    """How key heads score tokens, and what is lost where only the highest stay.
+
+    Attributes:
+        scorers: of each layer with keys of its own, (G, E + 1) float32: the scores of a hidden state (E,)
+            that reaches the layer are scorer[:, :E] states + scorer[:, E].
+        losses: (heads, GROUP + 1) float64, heads of all layers in their order: the expected change of the
+            predictions, in nats per token, where n of each ``GROUP`` far tokens stay.
+    """
+
+    scorers: tuple[Tensor, ...]
+    losses: Tensor
+
+
+@dataclass(eq=False)
+class _LayerFit:
+    """The normal equations of one layer.
+
+    Attributes:
+        attention: the layer.
+        squares: (E + 1, E + 1), the sum of x x^T over tokens.
+        products: (E + 1, G), the sum of x y^T.
+        scorer: (G, E + 1), once it is known.
+        dropped: (G, GROUP + 1), what stays unread where n of each group stay, a sum over groups.
+        groups: how many were summed.
+    """
+
+    attention: FoundAttention
+    squares: Tensor | None = None
+    products: Tensor | None = None
+    scorer: Tensor | None = None
+    dropped: Tensor | None = None
+    groups: int = 0
+
+    def add(self, x: Tensor, weights: Tensor) -> None:
+        """Adds the states (T, E) and the largest weights (G, T) of a text."""
+        x = _with_one(x)[FIRST_TOKENS:]
+        y = weights[:, FIRST_TOKENS:].clamp(min=_LEAST).log()
+        squares, products = x.mT @ x, x.mT @ y.mT
+        self.squares = squares if self.squares is None else self.squares + squares
+        self.products = products if self.products is None else self.products + products
+
+    def solve(self) -> None:
+        """The scorer, by ridge regression on standardized numbers."""
+        assert self.squares is not None
+        assert self.products is not None
+        squares, products = self.squares.double(), self.products.double()
+        count = squares[-1, -1]
+        mean = squares[-1] / count
+        variance = squares.diagonal() / count - mean.square()
+        ridge = (_RIDGE * count * variance).clamp(min=1e-6 * count * float(variance.mean()))
+        ridge[-1] = 0  # of the constant
+        solution = torch.linalg.solve(squares + torch.diag(ridge), products)
+        if not bool(solution.isfinite().all()):
+            raise CalibrationError(
+                f"the hidden states of layer {self.attention.index} give no token scores: they are NaN, infinite or "
+                "all alike; calibrate in float32, or with retrieval=False"
+            )
+        self.scorer, self.squares, self.products = solution.mT.float().contiguous(), None, None
+
+    def scores(self, x: Tensor) -> Tensor:
+        """(G, T) of the states (T, E) of tokens."""
+        assert self.scorer is not None
+        return self.scorer @ _with_one(x).mT
+
+    def check(self, x: Tensor, weights: Tensor) -> None:
+        """Adds what would be dropped of a text; arguments as ``add``."""
+        count = x.shape[0] // GROUP
+        weights = weights.clone()
+        weights[:, :FIRST_TOKENS] = 0
+        of_groups = weights[:, : count * GROUP].unflatten(1, (count, GROUP))
+        order = self.scores(x)[:, : count * GROUP].unflatten(1, (count, GROUP)).argsort(dim=-1, descending=True)
+        left = of_groups.gather(2, order).sum(dim=1).double().flip(1).cumsum(1).flip(1)
+        left = torch.cat([left, left.new_zeros((len(left), 1))], dim=1)
+        self.dropped = left if self.dropped is None else self.dropped + left
+        self.groups += count
+
+
+def _with_one(x: Tensor) -> Tensor:
+    return torch.cat([x.float(), x.new_ones((len(x), 1), dtype=torch.float32)], dim=1)
+
+
+@dataclass
+class _Pass:
+    """What the attention of a forward pass does.
+
+    Attributes:
+        fits: of each module whose tokens are scored.
+        length: T, where the tokens are a text and its copy: the weights that the copy gives the text are
+            read. 0 where a text is read with less.
+        keep: (heads of all layers,), how many of each group stay, in the order of ``fits``; ``None``: all.
+        is_check: whether the scorers are known, and checked.
+        states: of the module whose attention comes next, (T, E).
+    """
+
+    fits: dict[nn.Module, _LayerFit]
+    length: int = 0
+    keep: Tensor | None = None
+    is_check: bool = False
+    states: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
+
+
+_active: list[_Pass] = []
+
+
+def _attention(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+    """The attention of the model, of which the weights are read; or that over chosen tokens."""
+    this = _active[-1]
+    fit = this.fits.get(call.module)
+    if fit is None:
+        return attend(call)
+    if this.length:
+        weights = _largest_weights(call, this.length)
+        (fit.check if this.is_check else fit.add)(this.states[: this.length], weights)
+        return attend(call)
+    if this.keep is None:
+        return attend(call)
+    place = list(this.fits).index(call.module)
+    first = sum(other.attention.num_kv_heads for other in list(this.fits.values())[:place])
+    keep = this.keep[first : first + fit.attention.num_kv_heads]
+    hidden = ~_seen(fit.scores(this.states), keep)
+    hidden = hidden.repeat_interleave(call.query.shape[1] // len(hidden), dim=0)[None]
+    terms = call.terms(call.arguments.get(POSITION_BIAS))
+    bias = torch.zeros(hidden.shape, dtype=call.query.dtype, device=call.query.device).masked_fill(hidden, -torch.inf)
+    terms = replace(terms, attn_mask=bias if terms.attn_mask is None else terms.attn_mask + bias)
+    assert isinstance(call.key, Tensor)
+    assert isinstance(call.value, Tensor)
+    out = Variant().attend(call.query, call.key, call.value, terms, sequences=Sequences(), is_causal=True, dropout=0.0)
+    return out.transpose(1, 2).contiguous(), None
+
+
+register_observer(_NAME, _attention)
+
+
+def _largest_weights(call: AttentionCall, length: int) -> Tensor:
+    """The largest weight that the tokens after the first ``length`` give each of these, over the query heads
+    of a key head, (G, length).
+    """
+    assert isinstance(call.key, Tensor)
+    terms = call.terms(call.arguments.get(POSITION_BIAS))
+    q, k, heads = call.query[0].float(), call.key[0].float(), call.key.shape[1]
+    largest = q.new_zeros((heads, length))
+    for start in range(length, q.shape[1], _QUERIES):
+        stop = min(start + _QUERIES, q.shape[1])
+        weights = Variant().weights(
+            q[None, :, start:stop],
+            k[None, :, :stop],
+            of_queries(terms, 0, 0, start, stop),
+            sequences=Sequences(),
+        )[0]
+        of_heads = weights[:, :, :length].amax(dim=1).unflatten(0, (heads, -1)).amax(dim=1)
+        largest = torch.maximum(largest, of_heads)
+    return largest
+
+
+def _seen(scores: Tensor, keep: Tensor) -> Tensor:
+    """Which keys each query sees, (G, T, T), past or not: of groups that have left the residual, ``keep[h]``
+    of each.
+    """
+    heads, length = scores.shape
+    count = length // GROUP
+    rank = scores[:, : count * GROUP].unflatten(1, (count, GROUP)).argsort(dim=-1, descending=True).argsort(dim=-1)
+    stays = torch.ones((heads, length), dtype=torch.bool, device=scores.device)
+    stays[:, : count * GROUP] = (rank < keep[:, None, None].to(rank)).flatten(1)
+    stays[:, :FIRST_TOKENS] = True
+    positions = torch.arange(length, device=scores.device)
+    # A query at p reads all of a group that ends less than RESIDUAL before it.
+    is_open = positions[None, :] // GROUP * GROUP + GROUP + RESIDUAL > positions[:, None]
+    return stays[:, None] | is_open
+
+
+@contextmanager
+def _running(model: PreTrainedModel, this: _Pass) -> Iterator[None]:
+    """A context in which forward passes of a model do what ``this`` says."""
+
+    def remember(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        this.states = states[0]
+
+    handles = [module.register_forward_pre_hook(remember, with_kwargs=True) for module in this.fits]
+    _active.append(this)
+    try:
+        with observed(model, _NAME):
+            yield
+    finally:
+        _active.pop()
+        for handle in handles:
+            handle.remove()
+
+
+def token_scores(
+    model: PreTrainedModel, layers: Sequence[FoundAttention], texts: Sequence[Tensor]
+) -> TokenScores | None:
+    """Finds a linear map from the hidden state of a token to how much later tokens will look back at it, for
+    each key head.
+
+    How much a token is needed is the largest weight that it gets while the model reads its text once more,
+    directly after it: there, heads look up whatever they can look up. The map predicts the logarithm of that
+    weight.
+
+    Args:
+        model: a plain causal language model.
+        layers: those of keys of their own.
+        texts: ids (1, T) each, half as long as the model can read at most; the last fifth of them is held
+            out to measure losses.
+
+    Returns:
+        ``None`` where the texts are shorter than two groups.
+
+    Cost: a forward pass of 2 T tokens of each text, and six of T of each that is held out; for each layer
+        8 E^2 bytes meanwhile.
+
+    Source: weights of a repeated context: KVzip (arXiv 2505.23416); their prediction from hidden states:
+        KVzap (2601.07891), which takes the tokens above a threshold. A fixed number of each group for each
+        head, so that the bytes are known before, and the losses, are ours.
+    """
+    texts = [text for text in texts if text.shape[1] >= 2 * GROUP]
+    if not texts:
+        return None
+    fits = {layer.module: _LayerFit(layer) for layer in layers}
+    held = texts[-max(1, len(texts) // _HELD_OUT) :]
+    for text in counted(texts[: -len(held)] or held, "tokens that are looked back at"):
+        with _running(model, _Pass(fits, length=text.shape[1])):
+            model.base_model(input_ids=torch.cat([text, text], dim=1), use_cache=False)
+    for fit in fits.values():
+        fit.solve()
+    for text in counted(held, "tokens that are looked back at, held out"):
+        with _running(model, _Pass(fits, length=text.shape[1], is_check=True)):
+            model.base_model(input_ids=torch.cat([text, text], dim=1), use_cache=False)
+    dropped = torch.cat([fit.dropped / fit.groups for fit in fits.values() if fit.dropped is not None]).cpu()
+    keep = _shares(dropped, _SHARE)
+    change = _change(model, fits, held, keep)
+    lost = float(dropped.gather(1, keep[:, None]).sum())
+    scorers = tuple(fit.scorer.cpu() for fit in fits.values() if fit.scorer is not None)
+    return TokenScores(scorers=scorers, losses=dropped * (change / max(lost, 1e-30)))
+
+
+def _shares(dropped: Tensor, share: float) -> Tensor:
+    """How many tokens of each group every head keeps, (heads,), so that least is dropped where a share of all
+    tokens stays.
+    """
+    gains = (dropped[:, :-1] - dropped[:, 1:]).cummin(dim=1).values
+    count = math.ceil(share * gains.numel())
+    least = gains.flatten().topk(count).values[-1]
+    return (gains >= least).sum(dim=1)
+
+
+def _change(model: PreTrainedModel, fits: dict[nn.Module, _LayerFit], texts: Sequence[Tensor], keep: Tensor) -> float:
+    """The mean Kullback-Leibler divergence of the predictions where far tokens are chosen, in nats per token:
+    of the texts, and of copies in them.
+    """
+    generator = torch.Generator().manual_seed(0)
+    kinds: list[tuple[float, Any]] = [
+        (1 - COPIES, text_prompt),
+        (COPIES, partial(retrieval_prompt, generator=generator)),
+    ]
+    total = 0.0
+    for text in counted(texts, "predictions from chosen tokens"):
+        for weight, make in kinds:
+            prompt: ScoredText = make(text)
+            with _running(model, _Pass(fits)):
+                whole = log_probabilities(model, prompt)
+            with _running(model, _Pass(fits, keep=keep)):
+                less = log_probabilities(model, prompt)
+            total += weight * float((whole.exp() * (whole - less)).sum(-1).mean()) / len(texts)
+    if not math.isfinite(total):
+        raise CalibrationError(
+            "the predictions of the model are NaN or infinite where far tokens are chosen: calibrate with "
+            "retrieval=False, or in float32"
+        )
+    return max(total, 0.0)

@@ -1,0 +1,228 @@
+"""Key heads that keep only the far tokens with the highest scores, against plain loops."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import structattn as sa
+from structattn.errors import CacheError, CheckpointError, ConfigError, ShapeError
+
+DIM = 8
+
+
+def _decide(stays, scores, first, storage) -> None:
+    """Leaves of a group the highest scores, and the first 4 tokens of all."""
+    size, extra = storage.group_size, 0
+    for row in range(scores.shape[0]):
+        for head in range(scores.shape[1]):
+            of_group = scores[row, head, first : first + size].clone()
+            if first == 0:
+                extra = min(4, size - storage.keep)
+                of_group[:extra] = torch.inf
+            best = sorted(range(size), key=lambda n: (-float(of_group[n]), n))[: storage.keep + extra]
+            stays[row, head, first : first + size] = False
+            stays[row, head, [first + n for n in best]] = True
+
+
+def _by_loops(calls, storage):
+    """The outputs of all calls, (B, H, S, D), and which tokens are kept, by the definition."""
+    size, wait = storage.group_size, storage.residual + storage.group_size
+    k = v = scores = stays = torch.zeros(0)
+    decided, outs = 0, []
+
+    def decide(length) -> int:
+        first = decided
+        while length - first >= wait:
+            _decide(stays, scores, first, storage)
+            first += size
+        return first
+
+    for q, new_k, new_v, new_scores in calls:
+        past, count = (k.shape[2] if outs else 0), q.shape[2]
+        decided = decide(past)
+        new_stays = torch.ones(new_scores.shape, dtype=torch.bool)
+        parts = ((k, new_k), (v, new_v), (scores, new_scores), (stays, new_stays))
+        k, v, scores, stays = (torch.cat(pair, dim=2) if outs else pair[1] for pair in parts)
+        per_key = q.shape[1] // k.shape[1]
+        seen = stays.repeat_interleave(per_key, 1)[:, :, None]
+        seen = seen & (torch.arange(k.shape[2]) <= torch.arange(past, past + count)[:, None])
+        products = q @ k.repeat_interleave(per_key, 1).mT / DIM**0.5
+        outs.append(products.masked_fill(~seen, -torch.inf).softmax(-1) @ v.repeat_interleave(per_key, 1))
+        if past - decided + count > wait:  # a call of many tokens decides at its end
+            decided = decide(past + count)
+    return torch.cat(outs, dim=2), stays
+
+
+def _calls(sizes, *, heads=4, key_heads=2, batch=2, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def numbers(*shape):
+        return torch.randn(shape, generator=generator, dtype=dtype)
+
+    return [
+        (
+            numbers(batch, heads, n, DIM),
+            numbers(batch, key_heads, n, DIM),
+            numbers(batch, key_heads, n, DIM),
+            numbers(batch, key_heads, n).round(decimals=1),  # some are equal
+        )
+        for n in sizes
+    ]
+
+
+def _attend(cache, calls):
+    return torch.cat([cache.attend(q, k, v, token_scores=scores) for q, k, v, scores in calls], dim=2)
+
+
+@given(
+    st.integers(0, 7),
+    st.sampled_from([0, 5, 8]),
+    st.lists(st.sampled_from([1, 1, 1, 2, 7, 16, 17, 40]), min_size=1, max_size=20),
+    st.integers(0, 99),
+)
+def test_outputs_are_those_of_the_definition(keep, residual, sizes, seed) -> None:
+    storage = sa.Storage(16, 16, group_size=8, residual=residual, keep=keep)
+    calls = _calls(sizes, seed=seed)
+    cache = sa.LevelCache(storage=storage)
+    wanted, stays = _by_loops(calls, storage)
+    assert torch.allclose(_attend(cache, calls), wanted, atol=1e-12)
+    assert cache.length == sum(sizes)
+    held = cache._kept.parts[0][1].kept.length
+    pending = (stays.shape[2] - residual) // 8 - cache._kept.parts[0][1].decided // 8  # decided on by the next call
+    assert held == int(stays[0, 0].sum()) or pending > 0
+
+
+@pytest.mark.parametrize("keep", [0, 20, 63])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_codes_are_near_and_steps_in_c_or_python_agree(keep, bits) -> None:
+    storage = sa.Storage(bits, bits, residual=64, keep=keep)
+    calls = _calls([300, *[1] * 140, 5, 200, *[1] * 3], dtype=torch.float32)
+    wanted, _ = _by_loops(calls, storage)
+    cache = sa.LevelCache(storage=storage)
+    out = _attend(cache, calls)
+    error = float((out - wanted).norm() / wanted.norm())
+    assert error < {8: 0.01, 4: 0.12}[bits]
+    plain = sa.LevelCache(storage=sa.Storage(bits, bits, residual=64))
+    for _, k, v, _ in calls:
+        plain.append(k, v)
+    scores = cache._kept.parts[0][1]._scores.numel() * 4
+    assert cache.nbytes - scores <= plain.nbytes
+
+
+def test_heads_and_rows_choose_for_themselves() -> None:
+    """Also where heads differ in how many they keep."""
+    some, few = (sa.Storage(16, 16, residual=64, keep=keep) for keep in (30, 3))
+    calls = _calls([200, *[1] * 80])
+    cache = sa.LevelCache(storage=[some, few])
+    out = _attend(cache, calls)
+    for head, storage in enumerate((some, few)):
+        own = [(q[:, 2 * head : 2 * head + 2], *(x[:, head : head + 1] for x in rest)) for q, *rest in calls]
+        assert torch.allclose(out[:, 2 * head : 2 * head + 2], _by_loops(own, storage)[0], atol=1e-12)
+    mixed = sa.LevelCache(storage=[some, None])
+    out = _attend(mixed, calls)
+    one = sa.LevelCache()
+    for q, k, v, _ in calls:
+        last = one.attend(q[:, 2:], k[:, 1:], v[:, 1:])
+    assert torch.allclose(out[:, 2:, -1:], last, atol=1e-12)
+
+
+@pytest.mark.parametrize("sizes", [(150, 1, 1), (100, 30, 140), (190, 3), (127, 1, 1, 1)])
+@pytest.mark.parametrize("bits", [16, 4])
+def test_undo_copies_and_files_go_on_with_the_same_numbers(sizes, bits, tmp_path) -> None:
+    storage = sa.Storage(bits, bits, residual=64, keep=10)
+    calls = _calls((*sizes, 1, 70, 1), dtype=torch.float32)
+    cache, last = sa.LevelCache(storage=storage), len(sizes)
+    for q, k, v, scores in calls[:last]:
+        cache.attend(q, k, v, token_scores=scores)
+    again = copy.deepcopy(cache)
+    cache.save(tmp_path / "cache.safetensors")
+    loaded = sa.LevelCache.load(tmp_path / "cache.safetensors")
+    read = pickle.loads(pickle.dumps(cache))
+    wanted = _attend(cache, calls[last:])
+    for other in (again, loaded, read):
+        for call in calls[last:]:  # each call twice
+            _attend(other, [call])
+            other.undo()
+            q, k, v, scores = call
+            other.append(k, v, token_scores=scores)
+            other.undo()
+            _attend(other, [call])
+        q, k, v, scores = calls[-1]
+        assert torch.equal(cache.attend(q, k, v, token_scores=scores), other.attend(q, k, v, token_scores=scores))
+        cache.undo()
+    assert wanted.isfinite().all()
+
+
+def test_rows_move_and_tokens_go_back() -> None:
+    storage = sa.Storage(16, 16, residual=64, keep=10)
+    calls = _calls([200, *[1] * 30])
+    cache = sa.LevelCache(storage=storage)
+    _attend(cache, calls)
+    swapped = copy.deepcopy(cache)
+    swapped.reorder(torch.tensor([1, 0]))
+    more = _calls([1] * 40, seed=5)
+    out = _attend(cache, more)
+    flipped = [tuple(x.flip(0) for x in call) for call in more]
+    assert torch.equal(_attend(swapped, flipped).flip(0), out)
+
+    length = cache.length
+    cropped = copy.deepcopy(cache)
+    _attend(cropped, _calls([2], seed=6))
+    cropped.crop(length)
+    again = _calls([1, 1, 100, 1], seed=7)
+    assert torch.equal(_attend(cropped, again), _attend(cache, again))
+    with pytest.raises(CacheError, match=r"of the first 256, 44 are kept; crop to a length of at least 256"):
+        cache.crop(100)
+    cache.crop(0)
+    assert torch.equal(_attend(cache, calls[:1]), _attend(sa.LevelCache(storage=storage), calls[:1]))
+
+
+def test_a_few_percent_of_the_memory() -> None:
+    """What is allocated after 8,192 tokens, against a plain cache of 16 bits."""
+    k = torch.zeros(1, 1, 8192, 64, dtype=torch.bfloat16)
+    plain = sa.LevelCache(max_length=8192)
+    plain.append(k, k)
+    for keep, share in ((0, 0.03), (4, 0.045), (16, 0.10), (32, 0.17)):
+        cache = sa.LevelCache(max_length=8192, storage=sa.Storage(4, 4, residual=64, keep=keep))
+        cache.append(k, k, token_scores=torch.zeros(1, 1, 8192))
+        assert cache.nbytes < share * plain.nbytes
+
+
+def test_what_cannot_be_is_refused(tmp_path) -> None:
+    storage = sa.Storage(4, 4, residual=64, keep=10)
+    ((q, k, v, scores),) = _calls([100], dtype=torch.float32)
+    for keep in (-1, 64, 2.5, True):
+        with pytest.raises(ConfigError, match="keep must be"):
+            sa.Storage(4, 4, keep=keep)
+    with pytest.raises(ConfigError, match="far tokens are chosen .* by heads of plain attention"):
+        sa.LevelCache(sa.LevelLayout.halving((4, 4), 64), storage=storage)
+    with pytest.raises(ConfigError, match="a window or chunks forget far tokens"):
+        sa.LevelCache(window=16, storage=storage)
+    with pytest.raises(ConfigError, match=r"left padding \(1, 0\): give prompts of one length"):
+        sa.LevelCache(left_padding=(1, 0), storage=storage).attend(q, k, v, token_scores=scores)
+    with pytest.raises(ConfigError, match="token_scores say which tokens stay, and this cache keeps all"):
+        sa.LevelCache().attend(q, k, v, token_scores=scores)
+    cache = sa.LevelCache(storage=storage)
+    with pytest.raises(ConfigError, match="needs token_scores"):
+        cache.attend(q, k, v)
+    with pytest.raises(ShapeError, match="token_scores must have shape"):
+        cache.attend(q, k, v, token_scores=scores[:, :, 1:])
+    with pytest.raises(ShapeError, match="token_scores must have shape"):
+        cache.attend(q, k, v, token_scores=scores[:, :1])
+    with pytest.raises(ConfigError, match="does not know masks and biases"):
+        cache.attend(q, k, v, token_scores=scores, attn_mask=torch.ones(100, 100, dtype=torch.bool))
+    with pytest.raises(ConfigError, match="gives no gradients"):
+        cache.attend(q.requires_grad_(), k, v, token_scores=scores)
+    assert cache.length == 0
+    q = q.detach()
+    cache.attend(q, k, v, token_scores=scores)
+    with pytest.raises(ConfigError, match="does not remember which they are"):
+        cache.weights(q, k, v)
+    plain, tensors = cache.state()
+    name = next(name for name in tensors if name.endswith("scores"))
+    with pytest.raises(CheckpointError, match="the scores of tokens that are not chosen yet"):
+        sa.LevelCache.from_state(plain, {**tensors, name: tensors[name][..., 1:]}, None, None)

@@ -181,6 +181,22 @@ def test_rows_move_and_tokens_go_back() -> None:
     assert torch.equal(_attend(cache, calls[:1]), _attend(sa.LevelCache(storage=storage), calls[:1]))
 
 
+def test_tokens_that_are_taken_back_leave_no_trace() -> None:
+    """While no group is decided on meanwhile."""
+    storage = sa.Storage(4, 4, residual=64, keep=10)
+    calls = _calls([150, *[1] * 36], dtype=torch.float32)
+    plain, guessed = sa.LevelCache(storage=storage), sa.LevelCache(storage=storage)
+    wanted = [_attend(plain, [call]) for call in calls]
+    _attend(guessed, calls[:1])
+    for at in range(1, len(calls), 2):
+        right = [torch.cat(pair, dim=2) for pair in zip(*calls[at : at + 2], strict=True)]
+        wrong = _calls([4], dtype=torch.float32, seed=at)[0]
+        both = tuple(torch.cat(pair, dim=2) for pair in zip(right, wrong, strict=True))
+        out = _attend(guessed, [both])[:, :, : right[0].shape[2]]
+        guessed.crop(guessed.length - 4)
+        assert torch.allclose(out, torch.cat(wanted[at : at + 2], dim=2), atol=1e-5)
+
+
 def test_a_few_percent_of_the_memory() -> None:
     """What is allocated after 8,192 tokens, against a plain cache of 16 bits."""
     k = torch.zeros(1, 1, 8192, 64, dtype=torch.bfloat16)

@@ -186,7 +186,8 @@ def _by_heads(
     chosen = cheapest(groups, budget)
     if chosen is None:
         smallest = sum(float(group.sizes.min()) for group in groups)
-        raise _too_small("choice of heads and bits gives", budget, plain, smallest, length)
+        names = " and ".join(method for method in get_args(Method) if method in methods)
+        raise _too_small(f"choice of {names} gives", budget, plain, smallest, length)
     numbers, left = iter(chosen), iter(of_layers)
     of_tokens = iter(() if calibration.tokens is None else calibration.tokens.scorers)
     specs: list[AttentionSpec] = []

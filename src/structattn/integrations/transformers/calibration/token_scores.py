@@ -185,15 +185,25 @@ def _largest_weights(call: AttentionCall, length: int) -> Tensor:
     largest = q.new_zeros((heads, length))
     for start in range(length, q.shape[1], _QUERIES):
         stop = min(start + _QUERIES, q.shape[1])
-        weights = Variant().weights(
-            q[None, :, start:stop],
-            k[None, :, :stop],
-            of_queries(terms, 0, 0, start, stop),
-            sequences=Sequences(),
-        )[0]
+        if terms.has_scale_only:
+            weights = _plain_weights(q[:, start:stop], k[:, :stop], terms.scale)
+        else:
+            of_these = of_queries(terms, 0, 0, start, stop)
+            weights = Variant().weights(q[None, :, start:stop], k[None, :, :stop], of_these, sequences=Sequences())[0]
         of_heads = weights[:, :, :length].amax(dim=1).unflatten(0, (heads, -1)).amax(dim=1)
         largest = torch.maximum(largest, of_heads)
     return largest
+
+
+def _plain_weights(q: Tensor, k: Tensor, scale: float | None) -> Tensor:
+    """The weights (H, M, S) of the last M queries (H, M, D) over keys (G, S, D), without copies of keys."""
+    count, length = q.shape[1], k.shape[1]
+    scale = q.shape[2] ** -0.5 if scale is None else scale
+    scores = (q.unflatten(0, (len(k), -1)).flatten(1, 2) * scale) @ k.mT
+    scores = scores.unflatten(1, (-1, count)).flatten(0, 1)
+    future = torch.ones((count, count), dtype=torch.bool, device=q.device).triu(1)
+    scores[:, :, length - count :].masked_fill_(future, -torch.inf)
+    return scores.softmax(dim=-1)
 
 
 def _seen(scores: Tensor, keep: Tensor) -> Tensor:

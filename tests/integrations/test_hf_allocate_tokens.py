@@ -1,0 +1,185 @@
+"""Key heads that keep some far tokens, chosen by scores of hidden states that were calibrated."""
+
+import copy
+
+import pytest
+import torch
+
+import structattn as sa
+from structattn.errors import ConfigError
+from structattn.integrations.transformers import allocate, calibrate, level_cache, load_structurized, structurize
+from structattn.integrations.transformers.caches.model_cache import CACHE
+from structattn.integrations.transformers.calibration.record import Calibration
+from structattn.integrations.transformers.calibration.token_scores import (
+    GROUP,
+    RESIDUAL,
+    _plain_weights,
+    _shares,
+)
+from structattn.integrations.transformers.masks.structured_mask import Sequences
+from structattn.integrations.transformers.variant import Variant
+from structattn.ops.terms import ScoreTerms
+
+transformers = pytest.importorskip("transformers")
+
+LAYERS, GROUPS, LENGTH, LONG = 2, 2, 256, 1024
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=GROUPS,
+        intermediate_size=64,
+        vocab_size=97,
+        max_position_embeddings=2048,
+        eos_token_id=None,
+        initializer_range=0.2,
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def texts():
+    return torch.randint(97, (6, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def found(model, texts):
+    return calibrate(model, [texts], methods=("tokens", "bits"))
+
+
+@pytest.fixture(scope="module")
+def smaller(model, found):
+    return structurize(copy.deepcopy(model), allocate(found, compression=4, context_length=LONG))
+
+
+def _layer(cache, number):
+    return [contents for _, contents in cache.layers[number].level_cache._kept.parts]
+
+
+def test_scores_predict_what_is_looked_back_at(model, texts, found) -> None:
+    losses = found.tokens.losses
+    assert losses.shape == (LAYERS * GROUPS, GROUP + 1)
+    assert bool((losses[:, -1] == 0).all())
+    assert bool((losses[:, :-1] >= losses[:, 1:]).all())  # more tokens never lose more
+    assert [scorer.shape for scorer in found.tokens.scorers] == [(GROUPS, 64 + 1)] * LAYERS
+    # Chosen by their scores, tokens lose less than chosen in another order: half of them more than half of it.
+    assert bool((losses[:, GROUP // 2] < 0.5 * losses[:, 0]).all())
+    share = _shares(losses, 0.25).float().mean() / GROUP
+    assert float(share) == pytest.approx(0.25, abs=0.02)
+
+
+def test_weights_are_those_of_the_score() -> None:
+    q, k = torch.randn(4, 30, 8), torch.randn(2, 50, 8)
+    for scale in (None, 0.7):
+        wanted = Variant().weights(q[None], k[None], ScoreTerms(scale=scale), sequences=Sequences())[0]
+        assert torch.allclose(_plain_weights(q, k, scale), wanted, atol=1e-6)
+
+
+@torch.no_grad()
+def test_the_scores_of_a_model_are_those_of_its_hidden_states(smaller, found, texts) -> None:
+    cache = level_cache(smaller)
+    ids = texts[:1, :100]
+    smaller(ids, **{CACHE: cache})
+    states = smaller.model.layers[0].input_layernorm(smaller.model.embed_tokens(ids))[0]
+    wanted = found.tokens.scorers[0] @ torch.cat([states, torch.ones(100, 1)], 1).mT
+    held = [part._scores[0, :, :100] for part in _layer(cache, 0) if hasattr(part, "_scores")]
+    assert held
+    for scores in held:
+        for of_head in scores:
+            assert any(torch.allclose(of_head, head, atol=1e-4) for head in wanted)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("compression", [2.5, 6.0])
+def test_the_bytes_are_those_allocated(model, found, compression) -> None:
+    chosen = allocate(found, compression=compression, context_length=LONG)
+    assert compression * chosen.nbytes <= chosen.plain_nbytes
+    assert chosen.expected_loss > 0
+    changed = structurize(copy.deepcopy(model).bfloat16(), chosen)
+    cache = level_cache(changed, max_length=LONG)
+    changed(torch.randint(97, (1, LONG)), logits_to_keep=1, **{CACHE: cache})
+    assert cache.nbytes == chosen.nbytes
+    storages = [storage for layer in chosen.storage for storage in (layer if isinstance(layer, list) else [layer])]
+    assert any(storage is not None and storage.keep is not None for storage in storages)
+
+
+def test_a_model_that_keeps_enough_predicts_what_it_did(model, found, texts) -> None:
+    """All tokens at first; later the loss that is expected, within a factor of three."""
+    chosen = allocate(found, compression=1.5, context_length=LENGTH, methods=("tokens",))
+    changed = structurize(copy.deepcopy(model), chosen)
+    cache = level_cache(changed)
+    ids = texts[4:5]
+    with torch.no_grad():
+        plain, divergences = model(ids).logits[0].log_softmax(-1), []
+        logits = changed(ids[:, :LENGTH], **{CACHE: cache}).logits[0].log_softmax(-1)
+        assert torch.allclose(logits, plain, atol=1e-4)  # a prompt attends to all of its tokens
+        cache = level_cache(changed)
+        changed(ids[:, :200], **{CACHE: cache})
+        for at in range(200, LENGTH):
+            step = changed(ids[:, at : at + 1], **{CACHE: cache}).logits[0, 0].log_softmax(-1)
+            divergences.append(float((plain[at].exp() * (plain[at] - step)).sum()))
+    measured = sum(divergences) / len(divergences)
+    assert chosen.expected_loss / 3 < measured < 3 * chosen.expected_loss
+
+
+def test_a_saved_model_and_its_cache_go_on(smaller, found, texts, tmp_path) -> None:
+    found.save(tmp_path / "found.safetensors")
+    read = Calibration.load(tmp_path / "found.safetensors")
+    assert torch.equal(read.tokens.losses, found.tokens.losses)
+    assert all(map(torch.equal, read.tokens.scorers, found.tokens.scorers))
+    prompt = texts[:2, :220]
+    tokens = smaller.generate(prompt, max_new_tokens=60, do_sample=False)
+    smaller.save_pretrained(tmp_path / "model")
+    for loaded in (
+        load_structurized(tmp_path / "model"),
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model"),
+    ):
+        assert torch.equal(loaded.generate(prompt, max_new_tokens=60, do_sample=False), tokens)
+    cache = level_cache(smaller)
+    assert torch.equal(smaller.generate(prompt, max_new_tokens=60, do_sample=False, **{CACHE: cache}), tokens)
+    one = level_cache(smaller)
+    half = smaller.generate(prompt, max_new_tokens=30, do_sample=False, **{CACHE: one})
+    assert torch.equal(smaller.generate(half, max_new_tokens=30, do_sample=False, **{CACHE: one}), tokens)
+    beams = smaller.generate(prompt, max_new_tokens=40, num_beams=2, do_sample=False)
+    assert torch.equal(beams, smaller.generate(prompt, max_new_tokens=40, num_beams=2, do_sample=False))
+
+
+def test_speculative_decoding_takes_tokens_back(smaller, model, texts) -> None:
+    """Its calls are other calls, so that its tokens need not be those of greedy decoding; but most are."""
+    prompt = texts[:1, :150]
+    assistant = copy.deepcopy(model)
+    assisted = smaller.generate(prompt, max_new_tokens=60, do_sample=False, assistant_model=assistant)
+    assert assisted.shape == (1, 210)
+    assert torch.equal(
+        assisted, smaller.generate(prompt, max_new_tokens=60, do_sample=False, assistant_model=assistant)
+    )
+
+
+@torch.no_grad()
+def test_what_cannot_be_is_refused(smaller, model, found, texts) -> None:
+    padded = torch.ones(2, 100, dtype=torch.long)
+    padded[0, 0] = 0
+    with pytest.raises(ConfigError, match=r"left padding \(1, 0\): give prompts of one length"):
+        smaller.generate(texts[:2, :100], attention_mask=padded, max_new_tokens=2)
+    with pytest.raises(ConfigError, match="does not remember which they are"):
+        cache = level_cache(smaller)
+        smaller(texts[:1], **{CACHE: cache})
+        smaller(texts[:1, :1], output_attentions=True, **{CACHE: cache})
+    with pytest.raises(ConfigError, match="nothing scores them"):
+        structurize(copy.deepcopy(model), "standard", storage=sa.Storage(4, 4, residual=RESIDUAL, keep=8))
+    plain = structurize(copy.deepcopy(model), "standard")
+    with pytest.raises(ConfigError, match="layer 0 of this model has no token scores"):
+        plain(texts[:1], **{CACHE: level_cache(plain, storage=sa.Storage(4, 4, keep=8))})
+    short = calibrate(model, [texts[:, :100]], methods=("tokens", "bits"))
+    assert short.tokens is None
+    with pytest.raises(ConfigError, match="has not measured tokens"):
+        allocate(short, compression=2, methods=("tokens",))
+    with pytest.raises(ConfigError, match="no choice of tokens and bits gives a cache"):
+        allocate(found, compression=500)
+    with pytest.raises(ConfigError, match="methods must be a tuple"):
+        calibrate(model, [texts], methods="tokens")

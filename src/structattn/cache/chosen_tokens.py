@@ -76,7 +76,10 @@ class ChosenTokens:
             )
         assert storage.keep is not None
         self.storage, self.keep = storage, storage.keep
-        options |= {name: self._of_kept(options[name]) for name in ("max_length", "page_size")}
+        if options["max_length"] is not None:  # the tokens that may still be chosen, too
+            open_tokens = FIRST_TOKENS + storage.residual + storage.group_size
+            options["max_length"] = self._of_kept(options["max_length"]) + open_tokens
+        options["page_size"] = self._of_kept(options["page_size"])
         self.kept = Contents(shape, layout=None, padding=None, storage=replace(storage, keep=None), **options)
         self.padding = padding
         self.decided = 0
@@ -84,10 +87,8 @@ class ChosenTokens:
         self._new: Tensor | None = None
         self._mark: _Return | None = None
 
-    def _of_kept(self, tokens: int | None) -> int | None:
+    def _of_kept(self, tokens: int) -> int:
         """How many of that many tokens are kept, in whole groups."""
-        if tokens is None:
-            return None
         size = self.storage.group_size
         return max(1, -(-tokens // size * self.keep // size)) * size
 

@@ -872,22 +872,15 @@ class Contents:
     def crop(self, length: int) -> None:
         """Forgets all tokens but the first ``length``; see ``LevelCache.crop``."""
         self.check_crop(length)
-        self.forget(length)
-        after = [max(0, length - pad) for _, _, pad in self.rows]
-        for groups, level in self.groups:  # what is seen exactly again is quantized again, to the same numbers
-            exact = map(level.storage.first_exact, after)
-            groups.end = [min(end, first) for end, first in zip(groups.end, exact, strict=True)]
-
-    def forget(self, length: int) -> None:
-        """Forgets all tokens but the first ``length``, after which at least as many follow at once as are in
-        the residual. So whole groups that are quantized stay so.
-        """
         for stored in self.stores():
             store, _ = stored
             store.lost = [max(0, min(length - pad, self._oldest(*stored, row, pad))) for row, _, pad in self.rows]
-        for groups, _ in self.groups:
+        for groups, level in self.groups:  # what is seen exactly again is quantized again, to the same numbers
             size, after = groups.format.group_size, [max(0, length - pad) for _, _, pad in self.rows]
-            groups.end = [min(end, at // size * size) for end, at in zip(groups.end, after, strict=True)]
+            groups.end = [
+                min(end, level.storage.first_exact(position), position // size * size)
+                for end, position in zip(groups.end, after, strict=True)
+            ]
         self.length = length
         if self.text is not None and isinstance(self.layout, LevelLayout) and self.layout.boundaries is not None:
             pads = self.padding or (0,) * len(self.layout.boundaries)
@@ -897,6 +890,49 @@ class Contents:
             )
             self.layout = replace(self.layout, boundaries=cut)
             self._set_levels()
+
+    def read_plain(self, first: int, end: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of positions first ... end - 1 of plain attention over rows at one position, (B, G,
+        n, dim), as a query reads them that is much later.
+        """
+        found = []
+        for store, groups in ((self.keys[0], self.key_groups[0]), (self.values[0], self.value_groups[0])):
+            if groups is None:
+                found.append(store.read(slice(None), first, end, 0).transpose(2, 3).clone())
+            else:
+                size = groups.format.group_size
+                x = groups.read(slice(None), first // size, end // size, 0, self.shape.dtype)
+                found.append(x)
+        k, v = found
+        return k, v
+
+    def replace_plain(self, first: int, end: int, k: Tensor, v: Tensor) -> None:
+        """Puts fewer tokens in the place of positions first ... end - 1, of plain attention over rows at one
+        position. Where numbers are quantized these are whole groups, and all of their numbers were. What
+        follows moves up and stays what it is.
+
+        Args:
+            k, v: (B, G, n, dim).
+        """
+        shift, self._step = end - first - k.shape[2], None
+        moves = []
+        for store, level, groups, x in (
+            (self.keys[0], self.key_levels[0], self.key_groups[0], k),
+            (self.values[0], self.value_levels[0], self.value_groups[0], v),
+        ):
+            if groups is None:
+                moved = store.read(slice(None), end, self.length, 0).transpose(2, 3)
+                moves.append((store, torch.cat([x, moved], dim=2), first))
+                continue
+            assert groups.end[0] >= end
+            size, held = groups.format.group_size, max(end, self._oldest(store, level, 0, 0))
+            of_groups = groups.format.of_tokens(x, range(x.shape[2] // size), 0)
+            groups.replace(first // size, end // size, of_groups)
+            moves.append((store, store.read(slice(None), held, self.length, 0).transpose(2, 3).clone(), held - shift))
+            store.lost = [held - shift]
+        self.length -= shift
+        for store, x, at in moves:
+            store.write(x, slice(None), at, 0)
 
     def check_crop(self, length: int) -> None:
         """Raises what ``crop`` would raise, and changes nothing."""

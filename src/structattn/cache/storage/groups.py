@@ -117,6 +117,26 @@ class GroupStore:
                 there.copy_(new[:, :, first : first + size])
         return self.format.numbers(*stored, x.dtype)
 
+    def replace(self, first: int, end: int, x: Tensor) -> None:
+        """Puts other groups in the place of groups first ... end - 1, at most as many; those after them move
+        up, with their codes. For stores that are no ring, of rows at one position.
+
+        Args:
+            x: (rows, heads, n, dim, g).
+        """
+        used, moved = self.end[0] // self.format.group_size, end - first - x.shape[2]
+        stored = self.format.quantized(x)
+        for number, new in enumerate(stored):
+            whole = torch.cat([page[number] for page in self.pages], dim=2)
+            whole = torch.cat([whole[:, :, :first], new, whole[:, :, end:used]], dim=2)
+            at = 0
+            for page in self.pages:
+                count = min(page[number].shape[2], whole.shape[2] - at)
+                if count > 0:
+                    page[number][:, :, :count] = whole[:, :, at : at + count]
+                at += page[number].shape[2]
+        self.end = [self.end[0] - moved * self.format.group_size]
+
     def read(self, rows: slice, first: int, end: int, start: int, dtype: torch.dtype) -> Tensor:
         """The numbers of groups first ... end - 1, (rows, heads, n g, dim)."""
         numbers = []

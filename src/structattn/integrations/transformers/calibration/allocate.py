@@ -93,11 +93,11 @@ def allocate(
     """Chooses what every key head keeps, so that the cache of the whole model fits a budget with the least
     expected loss.
 
-    With ``"tokens"``, a key head keeps some of each 512 tokens that are far back, those with the highest
-    scores (``Storage(keep=...)``); with ``"bits"``, numbers that are far back have 16, 8 or 4 bits; with ``"heads"``,
-    a key head keeps all tokens, or a window of recent ones and the first four. The loss of a choice is the
-    head's part of the change of the predictions, as ``calibrate`` measured it; copies of far text have a
-    tenth of the weight.
+    With ``"tokens"``, a key head keeps some eighths of the tokens that are far back, those with the highest
+    scores (``Storage(keep=...)``); with ``"bits"``, numbers that are far back have 16, 8 or 4 bits; with
+    ``"heads"``, a key head keeps all tokens, or a window of recent ones and the first four. The loss of a
+    choice is the head's part of the change of the predictions, as ``calibrate`` measured it; copies of far
+    text have a tenth of the weight.
 
     With ``"levels"``, every layer gets two to five levels, of keys and of values, instead: level 1 keeps r_1
     and v_1 dimensions of all T tokens, level l others of one block of n_l tokens, so that a key/value head

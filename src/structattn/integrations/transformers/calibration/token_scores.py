@@ -120,7 +120,7 @@ class _LayerFit:
 
 
 def _stays(scores: Tensor, way: tuple[int, int]) -> Tensor:
-    """Which tokens stay, (G, T), by scores (G, T); a shorter text is one block, of which the same share does."""
+    """Which tokens stay, (G, T), by scores (G, T); of a shorter text, which is one block, the same share."""
     (keep, block), length = way, scores.shape[1]
     size = min(block * _GROUP, length)
     ends = length // size * size

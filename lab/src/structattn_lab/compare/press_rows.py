@@ -48,26 +48,14 @@ def _pressed(name: str, **options: float) -> Callable[[Any], Prepared]:
             missing = error.name == "kvpress"
             reason = "which is not installed" if missing else f"which cannot be imported here: {error}"
             raise UnavailableError(f"it needs the package kvpress, {reason}") from error
+        from structattn.integrations.kvpress import hook_arguments
+
         press = _kvzip(kvpress)(**options) if name == "KVzip" else getattr(kvpress, f"{name}Press")(**options)
-        _name_arguments(press)
+        hook = press.forward_hook
+        press.forward_hook = lambda module, args, kwargs, output: hook(module, args, hook_arguments(kwargs), output)
         return Prepared(model, lambda: DynamicCache(config=model.config), press)
 
     return prepare
-
-
-def _name_arguments(press: Any) -> None:
-    """Gives the hook of a press the arguments of an attention module by the names of the versions of
-    transformers that kvpress was written for.
-    """
-    from structattn.integrations.transformers.caches.model_cache import CACHE
-
-    hook = press.forward_hook
-
-    def forward_hook(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-        named = {"past_key_values": kwargs.get(CACHE), "cache_position": kwargs["position_ids"][0]}
-        return hook(module, args, kwargs | named, output)
-
-    press.forward_hook = forward_hook
 
 
 def _kvzip(kvpress: ModuleType) -> Any:

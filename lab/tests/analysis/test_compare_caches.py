@@ -102,6 +102,8 @@ def test_the_command_measures_all_caches_alike(folder, book, tmp_path, capsys) -
     assert first.size == 2  # float32
     assert record.num_windows == len(first.losses) == 2
     for name, row in rows.items():
+        if name.startswith("KVzip") and "fake keys" in row.note:
+            continue  # see below
         if row.note:
             package = re.search("^it needs the package (optimum-quanto|hqq|kvpress), which is not installed", row.note)
             assert package, row
@@ -206,7 +208,8 @@ def test_other_text_is_another_comparison(folder, book, tmp_path) -> None:
 
 def test_presses_keep_what_they_say(folder, book, tmp_path) -> None:
     pytest.importorskip("kvpress")
-    config = settings(folder, book, num_windows=1, only="kvpress")
+    # No prompts: for many random queries at once kvpress finds no key that none of them sees, and raises.
+    config = settings(folder, book, num_windows=1, num_prompts=0, only="kvpress")
     record = compare_caches(config, tmp_path / "out", show_progress=False).record
     rows = {row.name: row for row in record.rows}
     assert len(rows) == 1 + 2 * len(PRESSES)

@@ -59,7 +59,8 @@ class StructuredPress(BasePress):  # type: ignore[misc]
     * *Tokens after the prompt* are never dropped and never quantized; there the window moves on.
     * *Memory*: only tokens that no head of any layer keeps are freed, since all layers of a dense cache have
       one length. Those of the other heads are masked (``module.masked_key_indices``), and numbers read of
-      codes are stored whole.
+      codes are stored whole. kvpress masks by keys that no query of a call sees, and raises ``ValueError``
+      where there are none, for many unlike queries of few dimensions: then give fewer tokens in a call.
 
     Args:
         specs: what ``allocate`` returned, whose storage is used; or an attention spec, or several that the

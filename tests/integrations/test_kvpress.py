@@ -55,17 +55,48 @@ def test_the_next_token_gets_what_our_cache_gives_it(spec, storage) -> None:
 
     if isinstance(storage, list) and not spec.startswith("heads"):
         spec = f"heads:{spec}*2"
-    ids = torch.randint(models.VOCAB, (2, 41), generator=torch.Generator().manual_seed(1))
-    press = press_of(spec, [storage])
-    logits, _ = after(small(), press, ids, 40)
-    model = structurize(small(), spec, storage=[storage])
+    plain = small()
+    for length in (41, 40, 5):
+        ids = torch.randint(models.VOCAB, (2, length + 1), generator=torch.Generator().manual_seed(1))
+        press = press_of(spec, [storage])
+        logits, _ = after(small(), press, ids, length)
+        model = structurize(small(), spec, storage=[storage])
+        cache = level_cache(model)
+        model(ids[:, :length], cache=cache)
+        assert_close(logits, model(ids[:, length:], cache=cache).logits)
+        drops = "window" in spec and (length > 5 or spec == SPECS[-1])
+        assert (press.compression_ratio > 0) is drops
+        is_same = not drops and (storage is None or length == 5)
+        assert torch.allclose(logits, plain(ids).logits[:, -1:]) is is_same
+
+
+@needs_kvpress
+@pytest.mark.parametrize("length", [9, 10, 40])
+@pytest.mark.parametrize("bits", [16, 4])
+def test_tokens_that_scores_choose(bits, length) -> None:
+    """As our cache chooses them, in each row and head."""
+    from structattn.integrations.transformers import Allocation, level_cache, structurize
+
+    ids = torch.randint(models.VOCAB, (2, length + 1), generator=torch.Generator().manual_seed(1))
+    some, none = (sa.Storage(bits, bits, group_size=4, residual=6, keep=keep) for keep in (2, 0))
+    scorer = torch.randn(2, models.DIM + 1, generator=torch.Generator().manual_seed(2))
+    numbers = {"nbytes": 1, "plain_nbytes": 1, "context_length": 40, "expected_loss": 0.0}
+    chosen = Allocation([sa.AttentionSpec()], storage=[[some, none]], scorers=[scorer], **numbers)
+    press = press_of(chosen)
+    logits, _ = after(small(), press, ids, length)
+    model = structurize(small(), chosen)
     cache = level_cache(model)
-    model(ids[:, :40], cache=cache)
-    assert_close(logits, model(ids[:, 40:], cache=cache).logits)
-    plain, _ = after(small(), press_of("standard"), ids, 40)
-    is_plain = spec == "standard" and storage is None
-    assert torch.allclose(logits, plain) is is_plain
-    assert (press.compression_ratio == 0) is (spec in ("standard", "heads:standard*2"))
+    model(ids[:, :length], cache=cache)
+    assert_close(logits, model(ids[:, length:], cache=cache).logits)
+    groups = (length - 6) // 4
+    assert press.compression_ratio == pytest.approx(
+        max(0, groups - 1) * (2 + 4) / (2 * length)  # the first 4 tokens stay
+    )
+    with (
+        pytest.raises(ConfigError, match="layer 0 chooses tokens .*give what allocate returned, or its scorers"),
+        press_of(["standard"], chosen.storage)(small()),
+    ):
+        pass
 
 
 @needs_kvpress
@@ -80,9 +111,7 @@ def test_what_no_head_keeps_is_freed_and_the_rest_is_masked() -> None:
     kept = [0, 1, 2, *range(30, 40)]
     for layer, whole in zip(cache.layers, full.layers, strict=True):
         assert layer.keys.shape[2] == len(kept) + 4
-        assert torch.equal(layer.keys[:, :, -9:-4], whole.keys[:, :, -5:])  # those that all heads keep
-        assert torch.equal(layer.values[:, :, :2], whole.values[:, :, :2]) is (layer is not cache.layers[2])
-    assert torch.equal(cache.layers[0].values[:, :, : len(kept)], full.layers[0].values[:, :, kept])
+        assert torch.equal(layer.values[:, :, : len(kept)], whole.values[:, :, kept])
     masked = [getattr(x.self_attn, "masked_key_indices", None) for x in model.model.layers]
     assert masked[0] is None
     seen = torch.tensor([0, 1, *range(35, 40)])

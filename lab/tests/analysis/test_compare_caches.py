@@ -68,15 +68,16 @@ def _only_plain_and_window(*sizes):
     return [x for x in cache_rows(*sizes) if x.name in ("DynamicCache", "window of 276")]
 
 
-def test_heads_and_bits_that_allocate_chooses(folder, book, tmp_path) -> None:
+def test_caches_that_allocate_chooses(folder, book, tmp_path) -> None:
     from structattn.integrations.transformers import calibrate
 
     model = transformers.LlamaForCausalLM.from_pretrained(folder).eval()
-    calibrate(model, [torch.randint(256, (2, 300))]).save(tmp_path / "calibration.safetensors")
+    read = calibrate(model, [torch.randint(256, (2, 300))], methods=("heads", "bits"))
+    read.save(tmp_path / "calibration.safetensors")
     options = settings(folder, book, calibration=str(tmp_path / "calibration.safetensors"))
     done = compare_caches(options, tmp_path / "out", rows=_only_plain, show_progress=False)
     first, quarter, eighth = done.record.rows
-    assert (quarter.name, eighth.name) == ("chosen heads and bits, 1/4", "chosen heads and bits, 1/8")
+    assert (quarter.name, eighth.name) == ("chosen, 1/4", "chosen, 1/8")
     assert quarter.note == eighth.note == ""
     assert eighth.size < quarter.size <= first.size / 3  # of 4: exact numbers have 32 bits here, as all of the first
     with pytest.raises(ConfigError, match=r"task.calibration: there is no .*nothing; calibrate\(model, texts\).save"):

@@ -8,13 +8,25 @@ It works with the transformers that kvpress asks for, and with those that
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
+from structattn.cache.chosen_tokens import ChosenTokens
+from structattn.cache.contents import TokenShape
 from structattn.cache.level_cache import LevelCache
-from structattn.cache.storage import LayerStorage, ModelStorage, storage_of_layers
+from structattn.cache.storage import (
+    PAGE_SIZE,
+    LayerStorage,
+    ModelStorage,
+    Storage,
+    chooses_tokens,
+    storage_of_heads,
+    storage_of_layers,
+)
 from structattn.checks import describe
 from structattn.errors import ConfigError, MissingDependencyError
 from structattn.extras import install_command
@@ -50,17 +62,20 @@ class StructuredPress(BasePress):  # type: ignore[misc]
     """A layout and a storage for each key head, as a press of kvpress on a dense model.
 
     After the prompt a key head keeps what its layout shows the next token: all tokens, or of a window of W
-    the first ``sink_tokens`` and the last W - 1. Numbers that its storage keeps in 8 or 4 bits are replaced
-    by what is read of them. With the keys and values of the prompt equal, the next token gets what the model
-    of ``structurize`` gets from its cache. What differs from that model:
+    the first ``sink_tokens`` and the last W - 1; a storage with ``keep`` chooses far tokens by their scores.
+    Numbers that its storage keeps in 8 or 4 bits are replaced by what is read of them. With the keys and
+    values of the prompt equal, the next token gets what the model of ``structurize`` gets from its cache.
+    What differs from that model:
 
     * *The prompt* is computed densely, as always in kvpress; there it sees windows and codes itself. The
       keys and values of all layers but the first are others.
-    * *Tokens after the prompt* are never dropped and never quantized; there the window moves on.
-    * *Memory*: only tokens that no head of any layer keeps are freed, since all layers of a dense cache have
-      one length. Those of the other heads are masked (``module.masked_key_indices``), and numbers read of
-      codes are stored whole. kvpress masks by keys that no query of a call sees, and raises ``ValueError``
-      where there are none, for many unlike queries of few dimensions: then give fewer tokens in a call.
+    * *Tokens after the prompt* are never dropped and never quantized; there the window moves on, and tokens
+      that have become far are chosen.
+    * *Memory*: only tokens outside the windows of all heads of all layers are freed, since the layers of a
+      dense cache have one length. What single heads drop is masked (``module.masked_key_indices``), and
+      numbers read of codes are stored whole. kvpress masks by keys that no query of a call sees, and raises
+      ``ValueError`` where there are none, for many unlike queries of few dimensions: then give fewer tokens
+      in a call.
 
     Args:
         specs: what ``allocate`` returned, whose storage is used; or an attention spec, or several that the
@@ -69,6 +84,8 @@ class StructuredPress(BasePress):  # type: ignore[misc]
             allocation]`` takes them to an environment with another transformers.
         storage: as of ``structurize``: for all layers, or one for each, which may be a list with one for each
             key head. Default: that of ``specs``, or 16 bits.
+        scorers: for each layer what scores its tokens, (G, E + 1), or ``None``; needed where a storage has
+            ``keep``. Default: those of ``specs``.
 
     Attributes:
         compression_ratio: of all keys of the last prompt, the share that no query sees any more.
@@ -77,7 +94,7 @@ class StructuredPress(BasePress):  # type: ignore[misc]
         ConfigError: a spec is something else than all tokens or a window: levels keep dimensions of single
             pairs, in an order that the weights of a dense model do not have.
 
-    Cost: of a prompt of T tokens, a copy of the keys and values of layers with windows or bits.
+    Cost: of a prompt of T tokens, a copy of the keys and values of heads with bits.
 
     Source: kvpress (Devoto, Jeblick and Jegou 2025, arXiv 2510.00636) for the protocol.
 
@@ -87,7 +104,10 @@ class StructuredPress(BasePress):  # type: ignore[misc]
     """
 
     def __init__(
-        self, specs: str | AttentionSpec | Sequence[str | AttentionSpec], storage: ModelStorage = None
+        self,
+        specs: str | AttentionSpec | Sequence[str | AttentionSpec],
+        storage: ModelStorage = None,
+        scorers: Sequence[Tensor | None] | None = None,
     ) -> None:
         if isinstance(specs, Sequence) and not isinstance(specs, str):
             self._specs = [parse_spec(spec) if isinstance(spec, str) else spec for spec in specs]
@@ -97,6 +117,7 @@ class StructuredPress(BasePress):  # type: ignore[misc]
         for spec in self._specs:
             _check(spec)
         self._storage = getattr(specs, "storage", None) if storage is None else storage
+        self._scorers = getattr(specs, "scorers", ()) if scorers is None else scorers
         self._layers: list[tuple[AttentionSpec, LayerStorage]] = []
         self._dropped: dict[int, tuple[int, int]] = {}  # of each layer: keys that nobody sees, and all
 
@@ -113,7 +134,14 @@ class StructuredPress(BasePress):  # type: ignore[misc]
                     f"the layers of the model have {config.num_key_value_heads} key heads, and {spec} has "
                     f"{len(spec.heads)}: give a spec for each"
                 )
-        self._layers = list(zip(specs, storage_of_layers(self._storage, count), strict=True))
+        storages = storage_of_layers(self._storage, count)
+        for number, storage in enumerate(storages):
+            if chooses_tokens(storage) and (number >= len(self._scorers) or self._scorers[number] is None):
+                raise ConfigError(
+                    f"the storage of layer {number} chooses tokens (keep=), and nothing scores them: give what "
+                    "allocate returned, or its scorers"
+                )
+        self._layers = list(zip(specs, storages, strict=True))
         self._dropped = {}
 
     @property
@@ -137,22 +165,40 @@ class StructuredPress(BasePress):  # type: ignore[misc]
         layer: Any = module
         spec, storage = self._layers[layer.layer_idx]
         heads, length, dim = keys.shape[1:]
-        layout: Any = spec.layout_for(1, dim)
-        if layout is not None or spec.window is not None or storage is not None:
-            cache = LevelCache(layout, window=spec.window, storage=storage)
-            cache.append(keys, values)
-            keys, values = cache.dense_past(keys, values)
-        kept = _kept(spec, heads, dim, length).to(keys.device)
-        union = torch.stack([_kept(x, heads, dim, length).any(0) for x in {x for x, _ in self._layers}]).any(0)
+        storages = storage_of_heads(storage, heads)
+        seen = _seen(spec, heads, dim, length).to(keys.device)
+        kept = seen.expand(len(keys), -1, -1).clone()
+        keys, values = keys.clone(), values.clone()
+        for head, of_head in enumerate(storages):
+            if of_head is None:
+                continue
+            places = torch.arange(length, device=keys.device).expand(len(keys), 1, -1)
+            if of_head.keep is not None:
+                scorer = self._scorers[layer.layer_idx][head].to(hidden_states)
+                places = _chosen(of_head, linear(hidden_states, scorer[None, :-1], scorer[-1:]).transpose(1, 2))
+                kept[:, head] = torch.zeros_like(kept[:, head]).scatter(1, places[:, 0], True)
+            cache = LevelCache(
+                _layouts(spec, heads, dim)[head], window=spec.window, storage=replace(of_head, keep=None)
+            )
+            of_keys, of_values = (places[..., None].expand(-1, -1, -1, x.shape[3]) for x in (keys, values))
+            own = slice(head, head + 1)
+            k, v = keys[:, own].gather(2, of_keys), values[:, own].gather(2, of_values)
+            # A group of numbers may leave the residual with the next token: one is appended, and left out.
+            cache.append(torch.cat([k, k[:, :, -1:]], dim=2), torch.cat([v, v[:, :, -1:]], dim=2))
+            k, v = (x[:, :, :-1] for x in cache.dense_past(k, v))
+            keys[:, own].scatter_(2, of_keys, k)
+            values[:, own].scatter_(2, of_values, v)
+        # All layers have one length: what no window of the model shows is dropped, the rest is masked.
+        union = torch.stack([_seen(x, heads, dim, length).any(0) for x in {x for x, _ in self._layers}]).any(0)
         union = union.to(keys.device)
-        masked = ~kept[:, union]
+        masked = ~kept[:, :, union]
         if masked.any():
             if layer.config._attn_implementation == "eager":
                 raise ConfigError(
                     "kvpress masks the keys of single heads in sdpa and flash attention only: load the model with "
                     "attn_implementation='sdpa'"
                 )
-            layer.masked_key_indices = masked.expand(len(keys), -1, -1).nonzero(as_tuple=True)
+            layer.masked_key_indices = masked.nonzero(as_tuple=True)
         self._dropped[layer.layer_idx] = int((~kept).sum()), kept.numel()
         return keys[:, :, union].contiguous(), values[:, :, union].contiguous()
 
@@ -188,8 +234,26 @@ def _layouts(spec: AttentionSpec, heads: int, dim: int) -> list[Any]:
     return list(layout.layouts) if isinstance(layout, HeadLayouts) else [layout] * heads
 
 
-def _kept(spec: AttentionSpec, heads: int, dim: int, length: int) -> Tensor:
-    """Of each key head, the tokens of a prompt that the next one sees, (heads, length) bool."""
+def _chosen(storage: Storage, scores: Tensor) -> Tensor:
+    """The places of the tokens of a prompt that a storage with ``keep`` keeps for the next one, (B, 1, n), of
+    scores (B, 1, T).
+    """
+    batch, _, length = scores.shape
+    places = torch.arange(length, device=scores.device, dtype=torch.float64).expand(batch, 1, -1)[..., None]
+    chosen = ChosenTokens(
+        TokenShape(batch, (1, 1), (1, 1), places.dtype, places.device),
+        storage=replace(storage, key_bits=16, value_bits=16),
+        **{"padding": None, "window": None, "chunk_size": None, "max_length": None, "latent": None},
+        page_size=PAGE_SIZE,
+    )
+    chosen.set_scores(scores)
+    chosen.append(places, places)
+    chosen.set_mark()  # decides on what has left the residual
+    return chosen.kept.dense_values(places[:, :, :0])[..., 0].long()
+
+
+def _seen(spec: AttentionSpec, heads: int, dim: int, length: int) -> Tensor:
+    """Of each key head, the tokens of a prompt that its layout shows the next one, (heads, length) bool."""
     positions, following = torch.arange(length), torch.tensor(length)
     of_layer = positions >= (0 if spec.window is None else length + 1 - spec.window)
     layouts = _layouts(spec, heads, dim)

@@ -55,7 +55,7 @@ def cache_rows(context_length: int, num_steps: int, head_dim: int) -> Iterator[M
 
 
 def chosen_rows(calibration: str, context_length: int, num_steps: int) -> Iterator[MeasuredCache]:
-    """Heads and bits that ``allocate`` chooses, at a quarter and an eighth of the bytes.
+    """What ``allocate`` chooses, at a quarter and an eighth of the bytes.
 
     Args:
         calibration: a file that ``Calibration.save`` wrote, of text that is not measured.
@@ -63,7 +63,7 @@ def chosen_rows(calibration: str, context_length: int, num_steps: int) -> Iterat
     longest = context_length + max(num_steps, _QUESTION)
     for times in (4, 8):
         yield MeasuredCache(
-            name=f"chosen heads and bits, 1/{times}",
+            name=f"chosen, 1/{times}",
             about=f"allocate(calibration, compression={times}, context_length={context_length})",
             prepare=_chosen(calibration, times, context_length, longest),
         )
@@ -75,8 +75,7 @@ def _chosen(calibration: str, times: int, context_length: int, longest: int) -> 
 
         read = Calibration.load(calibration)
         try:
-            chosen = allocate(read, compression=times, context_length=context_length, methods=("heads", "bits"))
-            structurize(model, chosen)
+            structurize(model, allocate(read, compression=times, context_length=context_length))
         except ConfigError as error:
             raise UnavailableError(str(error)) from error
         return Prepared(model, lambda: level_cache(model, max_length=longest))

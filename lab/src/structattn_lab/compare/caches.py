@@ -41,8 +41,8 @@ class CacheTask:
         data: a file or folder of text, which the model has not been calibrated on.
         only: a part of the names or descriptions of the caches that are measured, besides the first, such as
             ``"bits"`` or ``"kvpress"``; empty: all.
-        calibration: a file of ``calibrate(...).save``, of other text, for caches whose heads and bits
-            ``allocate`` chooses; empty: none of these.
+        calibration: a file of ``calibrate(...).save``, of other text, for caches that ``allocate`` chooses;
+            empty: none of these.
         context_length: tokens of a prefill.
         num_steps: tokens that follow one by one, whose loss is measured.
         num_windows: of text, for the loss.

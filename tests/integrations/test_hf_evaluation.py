@@ -236,8 +236,10 @@ def test_needles_are_where_the_distance_says(begins) -> None:
         assert number.isdigit()
         assert context.count(number) == 1
         assert 0 < behind.index(number) < 80
-        keys = {"pass key": 1, "several keys": 4, "similar keys": 6, "variables": 1}[prompt.task]
+        keys = {"pass key": 1, "several keys": 4, "similar keys": 6, "several values": 3, "variables": 1}[prompt.task]
         assert len(re.findall(r"\d{5}", context)) == keys
+        if prompt.task == "several values":
+            assert answer == ", ".join(re.findall(r"\d{5}", context))
         if prompt.task == "variables":
             assert answer[:-5] in behind
     assert len({tuple(x.query.tolist()) for x in prompts}) > len(prompts) - 5

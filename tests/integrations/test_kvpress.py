@@ -71,14 +71,14 @@ def test_the_next_token_gets_what_our_cache_gives_it(spec, storage) -> None:
 
 
 @needs_kvpress
-@pytest.mark.parametrize("length", [9, 10, 40])
+@pytest.mark.parametrize("length", [21, 22, 40])
 @pytest.mark.parametrize("bits", [16, 4])
 def test_tokens_that_scores_choose(bits, length) -> None:
     """As our cache chooses them, in each row and head."""
     from structattn.integrations.transformers import Allocation, level_cache, structurize
 
     ids = torch.randint(models.VOCAB, (2, length + 1), generator=torch.Generator().manual_seed(1))
-    some, none = (sa.Storage(bits, bits, group_size=4, residual=6, keep=keep) for keep in (2, 0))
+    some, none = (sa.Storage(bits, bits, group_size=4, residual=6, keep=keep, block=8, recent=14) for keep in (4, 0))
     scorer = torch.randn(2, models.DIM + 1, generator=torch.Generator().manual_seed(2))
     numbers = {"nbytes": 1, "plain_nbytes": 1, "context_length": 40, "expected_loss": 0.0}
     chosen = Allocation([sa.AttentionSpec()], storage=[[some, none]], scorers=[scorer], **numbers)
@@ -88,10 +88,9 @@ def test_tokens_that_scores_choose(bits, length) -> None:
     cache = level_cache(model)
     model(ids[:, :length], cache=cache)
     assert_close(logits, model(ids[:, length:], cache=cache).logits)
-    groups = (length - 6) // 4
-    assert press.compression_ratio == pytest.approx(
-        max(0, groups - 1) * (2 + 4) / (2 * length)  # the first 4 tokens stay
-    )
+    blocks = (length - 14) // 8
+    dropped = blocks * 4 + max(0, blocks * 8 - 4)  # where none stay, the first group does
+    assert press.compression_ratio == pytest.approx(dropped / (2 * length))
     with (
         pytest.raises(ConfigError, match="layer 0 chooses tokens .*give what allocate returned, or its scorers"),
         press_of(["standard"], chosen.storage)(small()),

@@ -14,7 +14,7 @@ from structattn.cache.attend import over_dense
 from structattn.cache.contents import Contents, TokenShape
 from structattn.cache.levels import Level
 from structattn.cache.over_quantized import check_no_gradient
-from structattn.cache.storage import FIRST_TOKENS, LevelStore, Storage
+from structattn.cache.storage import FIRST_TOKENS, PAGE_SIZE, LevelStore, Storage
 from structattn.errors import CacheError, CheckpointError, ConfigError, ShapeError
 from structattn.ops import Backend
 from structattn.ops.checks import autocasted
@@ -370,3 +370,24 @@ class ChosenTokens:
 def _taken(x: Tensor, places: Tensor) -> Tensor:
     """Tokens (B, G, n, dim) at places (B, G, n) of x (B, G, S, dim)."""
     return x.gather(2, places[..., None].expand(-1, -1, -1, x.shape[3]))
+
+
+def chosen_places(storage: Storage, scores: Tensor) -> Tensor:
+    """The places of the tokens of a prompt that are kept for the next one, (B, 1, n), of their scores (B, 1,
+    T).
+
+    Args:
+        storage: with ``keep``.
+    """
+    batch, _, length = scores.shape
+    places = torch.arange(length, device=scores.device, dtype=torch.float64).expand(batch, 1, -1)[..., None]
+    chosen = ChosenTokens(
+        TokenShape(batch, (1, 1), (1, 1), places.dtype, places.device),
+        storage=replace(storage, key_bits=16, value_bits=16),
+        **{"padding": None, "window": None, "chunk_size": None, "max_length": None, "latent": None},
+        page_size=PAGE_SIZE,
+    )
+    chosen.set_scores(scores)
+    chosen.append(places, places)
+    chosen.set_mark()  # decides on what is due
+    return chosen.kept.dense_values(places[:, :, :0])[..., 0].long()

@@ -15,14 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from structattn.cache.chosen_tokens import ChosenTokens
-from structattn.cache.contents import TokenShape
+from structattn.cache.chosen_tokens import chosen_places
 from structattn.cache.level_cache import LevelCache
 from structattn.cache.storage import (
-    PAGE_SIZE,
     LayerStorage,
     ModelStorage,
-    Storage,
     chooses_tokens,
     storage_of_heads,
     storage_of_layers,
@@ -175,7 +172,7 @@ class StructuredPress(BasePress):  # type: ignore[misc]
             places = torch.arange(length, device=keys.device).expand(len(keys), 1, -1)
             if of_head.keep is not None:
                 scorer = self._scorers[layer.layer_idx][head].to(hidden_states)
-                places = _chosen(of_head, linear(hidden_states, scorer[None, :-1], scorer[-1:]).transpose(1, 2))
+                places = chosen_places(of_head, linear(hidden_states, scorer[None, :-1], scorer[-1:]).transpose(1, 2))
                 kept[:, head] = torch.zeros_like(kept[:, head]).scatter(1, places[:, 0], True)
             cache = LevelCache(
                 _layouts(spec, heads, dim)[head], window=spec.window, storage=replace(of_head, keep=None)
@@ -232,24 +229,6 @@ def _layouts(spec: AttentionSpec, heads: int, dim: int) -> list[Any]:
     """The layout of each key head of a layer, of that dimension."""
     layout: Any = spec.layout_for(1, dim)
     return list(layout.layouts) if isinstance(layout, HeadLayouts) else [layout] * heads
-
-
-def _chosen(storage: Storage, scores: Tensor) -> Tensor:
-    """The places of the tokens of a prompt that a storage with ``keep`` keeps for the next one, (B, 1, n), of
-    scores (B, 1, T).
-    """
-    batch, _, length = scores.shape
-    places = torch.arange(length, device=scores.device, dtype=torch.float64).expand(batch, 1, -1)[..., None]
-    chosen = ChosenTokens(
-        TokenShape(batch, (1, 1), (1, 1), places.dtype, places.device),
-        storage=replace(storage, key_bits=16, value_bits=16),
-        **{"padding": None, "window": None, "chunk_size": None, "max_length": None, "latent": None},
-        page_size=PAGE_SIZE,
-    )
-    chosen.set_scores(scores)
-    chosen.append(places, places)
-    chosen.set_mark()  # decides on what has left the residual
-    return chosen.kept.dense_values(places[:, :, :0])[..., 0].long()
 
 
 def _seen(spec: AttentionSpec, heads: int, dim: int, length: int) -> Tensor:

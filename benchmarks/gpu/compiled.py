@@ -158,7 +158,7 @@ def cached(
         "SOFTCAP": softcap or 0.0,
     }
     types = {"q": x, "keys": (x,) * levels, "values": (x,) * len(value_ranks), "starts": "*i32", "counts": "*i32"}
-    types |= {"partial": "*fp32", "partial_lse": "*fp32", "capacities": ("i32",) * levels}
+    types |= {"blocks": "*i32", "partial": "*fp32", "partial_lse": "*fp32", "capacities": ("i32",) * levels}
     types |= {"key_strides": (strides,) * levels, "value_strides": (strides,) * len(value_ranks)}
     return Source(name="cached", kernel=cached_kernel, tiles=own, types=types, constants=fixed | dict(absent))
 

@@ -27,6 +27,8 @@ LAYOUTS = {
     "values": sa.LevelLayout((5, 3), (64, 16), "paper", (2, 6)),
     "segments": sa.LevelLayout.from_boundaries((5, 3), [(0, 9, 30)]),
     "sliding": sa.LevelLayout.sliding((4, 2, 2), (None, 14, 6), value_ranks=(4, 3, 1)),
+    "sink tokens in blocks": sa.LevelLayout((5, 3), (64, 16), sink_tokens=3),
+    "sink tokens of a whole level": sa.LevelLayout.sliding((4, 4), (None, 6), sink_tokens=3),
     "sink tokens": sa.LevelLayout.sliding((4, 4), (20, 6), "paper", (4, 4), sink_tokens=3),
 }
 
@@ -43,7 +45,7 @@ STEPS = [
 
 
 @runs
-@pytest.mark.quick(layout=["levels", "sink tokens", "values"])
+@pytest.mark.quick(layout=["levels", "sink tokens", "sink tokens in blocks", "values"])
 @pytest.mark.parametrize(("layout", "window", "padding"), STEPS)
 def test_fused_steps_are_the_definition(monkeypatch, layout, window, padding) -> None:
     torch.manual_seed(0)

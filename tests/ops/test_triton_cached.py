@@ -362,7 +362,7 @@ def shared(ranks, value_ranks, name, itemsize, rows, ring, softcap, masked, has_
     constants |= ({} if masked else {"mask": None}) | ({} if has_slopes else {"slopes": None})
     types = {
         "q": x, "keys": (x,) * levels, "values": (x,) * len(value_ranks),
-        "starts": "*i32", "counts": "*i64", "slopes": "*fp32",
+        "starts": "*i32", "counts": "*i64", "blocks": "*i32", "slopes": "*fp32",
         "partial": "*fp32", "partial_lse": "*fp32", "key_strides": (strides,) * levels,
         "value_strides": (strides,) * len(value_ranks), "capacities": ("i32",) * levels,
         "mask": "*u8",

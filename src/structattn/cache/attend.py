@@ -134,7 +134,9 @@ def fused_attention(q: Tensor, view: KeyValueView, options: ScoreTerms) -> Tenso
         return decode.attention(q, view, options)
     first = [[level.first_needed(at, row) for row, at in positions] for level in softmax.levels]
     held = [[at + 1 - start for (_, at), start in zip(positions, of_level, strict=True)] for of_level in first]
-    starts, counts = torch.tensor([first, held], dtype=torch.int32).to(q.device, non_blocking=True)
+    of_blocks = [[level.start(at, row) for row, at in positions] for level in softmax.levels]
+    numbers = torch.tensor([first, held, of_blocks], dtype=torch.int32).to(q.device, non_blocking=True)
+    starts, counts, blocks = numbers
     sizes, is_chunked = softmax.layout.block_sizes, softmax.levels[0].chunk_size is not None
     out, lse = triton_cached.decode(
         q,
@@ -147,6 +149,7 @@ def fused_attention(q: Tensor, view: KeyValueView, options: ScoreTerms) -> Tenso
         softcap=options.softcap,
         mask=options.attn_mask,
         slopes=options.slopes,
+        blocks=blocks,
         multiples=(0, *sizes[1:]) if sizes and not softmax.slides and not is_chunked else None,
         max_count=max(held[0]),
     )

@@ -131,6 +131,7 @@ def decode(
     factors: tuple[tuple[float, ...], tuple[float, ...]],
     *,
     softcap: float | None = None,
+    blocks: Tensor | None = None,
     mask: Tensor | None = None,
     slopes: Tensor | None = None,
     multiples: Sequence[int] | None = None,
@@ -156,16 +157,18 @@ def decode(
         values: per level (B, Gv, v_l, C_l), or only the whole value, (B, Gv, V, C_1); likewise. Gv divides H.
         starts: first position per level and row, (L, B) int32 or int64 on the device, not falling with the
             level.
-        counts: positions from there to p, likewise; 0 at level 1 for a row without any. Position x is in slot
-            x - start.
-        rings: per level R_l <= C_l, where position x is in slot x mod R_l instead, or ``None``.
+        counts: positions from there to p, likewise; 0 at level 1 for a row without any.
+        rings: per level R_l <= C_l, where position x is in slot x mod R_l, or ``None``: it is in slot x -
+            block.
         factors: (a_1 ... a_L) and (c_1 ... c_L), see ``LevelLayout.score_factors``.
         softcap: c, makes a score s to c tanh(s / c). Default ``None``.
+        blocks: the position of slot 0 per level and row, as ``starts``; default: those. Earlier ones where
+            the first positions are not seen, as sink tokens.
         mask: bool, True where a query may attend, broadcastable to (B, H, T, S) with S >= all p + 1: the last
             column is that of the newest token in every row. Default ``None``.
         slopes: (1 or B, H), the ALiBi slope of each query head. Default ``None``.
-        multiples: per level a number that divides its starts in all rows, 0 where they are 0: the block
-            sizes, without a window. Multiples of 16 make loads wide. A wrong one reads wrong addresses.
+        multiples: per level a number that divides ``blocks`` in all rows, 0 where they are 0: the block
+            sizes. Multiples of 16 make loads wide. A wrong one reads wrong addresses.
             Default: nothing is known.
         max_count: an upper bound of the counts, by which positions are split among programs; default C_1.
         tiles: rows and positions per tile; default by the ranks and the dtype.
@@ -214,7 +217,7 @@ def decode(
     with torch.cuda.device(q.device) if q.is_cuda else nullcontext():
         cached_kernel[(num_splits * programs,)](
             q, tuple(keys), tuple(values), starts.contiguous(), counts.contiguous(),
-            partial, partial_lse, shown, slopes,
+            (starts if blocks is None else blocks).contiguous(), partial, partial_lse, shown, slopes,
             *q.stride()[:3], tuple(k.stride()[:3] for k in keys), tuple(v.stride()[:3] for v in values), capacities,
             *((0,) * 5 if shown is None else (*shown.stride(), shown.shape[3])),
             batch, num_splits, num_rows, num_units, num_tiles, unit, heads_per_key, heads_per_value, num_queries,

@@ -6,7 +6,7 @@ a loop of their own without masks. In all other tiles each level loads its own p
 cost no memory traffic.
 """
 # mypy: ignore-errors
-# ruff: noqa: RUF005, SIM108 - the kernel language has no unpacking, and no conditional expressions of tensors
+# ruff: noqa: RUF005 - the kernel language has no unpacking, and no conditional expressions of tensors
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def attend(
 
 @triton.jit(do_not_specialize=["batch_size", "num_splits", "num_rows", "num_keys"])
 def cached_kernel(
-    q, keys, values, starts, counts, partial, partial_lse, mask, slopes,
+    q, keys, values, starts, counts, blocks, partial, partial_lse, mask, slopes,
     q_batch, q_head, q_row, key_strides, value_strides, capacities,
     mask_batch, mask_head, mask_query, mask_key, num_keys,
     batch_size, num_splits, num_rows, num_units, num_tiles, unit,
@@ -149,12 +149,12 @@ def cached_kernel(
     begins, bases, key_places, key_rows, queries = (), (), (), (), ()
     for n in tl.static_range(count(RANKS)):
         begin = tl.load(starts + n * batch_size + batch).to(tl.int32)
-        begin = tl.multiple_of(begin, item(MULTIPLES, n))
         begins = begins + (begin,)
         if item(RINGS, n):
             bases = bases + (begin * 0,)
         else:
-            bases = bases + (begin,)
+            block = tl.load(blocks + n * batch_size + batch).to(tl.int32)
+            bases = bases + (tl.multiple_of(block, item(MULTIPLES, n)),)
         key_places = key_places + (keys[n] + batch * key_strides[n][0] + key_head * key_strides[n][1],)
         key_rows = key_rows + (key_strides[n][2],)
         column = tl.arange(0, padded(item(RANKS, n)))
@@ -183,10 +183,7 @@ def cached_kernel(
     if count(RANKS) > 1:
         far_stop = tl.minimum(far_stop, begins[1])
     # Tiles begin where the slots of the first level are aligned.
-    if item(RINGS, 0):
-        origin = begins[0] // WALK * WALK
-    else:
-        origin = begins[0]
+    origin = bases[0] + (begins[0] - bases[0]) // WALK * WALK
     num_walks = (last - origin + WALK) // WALK
     per_split = (num_walks + num_splits - 1) // num_splits
     low = split * per_split

@@ -6,6 +6,7 @@ import copy
 import pickle
 import random
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ SEEDS = [pytest.param(seed, marks=[] if seed in QUICK else pytest.mark.full) for
 class Program:
     """A random cache, its tokens, and what each query should get."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, dtype: torch.dtype | None = None) -> None:
         self.draw = draw = random.Random(seed)
         torch.manual_seed(seed)
         size = draw.choice([2, 4, 8])
@@ -40,7 +41,7 @@ class Program:
         heads, length, dtype = (
             groups * draw.choice([1, 2]),
             draw.randint(6, 90),
-            draw.choice([torch.float64, torch.float32]),
+            draw.choice([torch.float64, torch.float32] if dtype is None else [dtype]),
         )
         dim, value_dim = (layout.head_dim, sum(layout.value_ranks or (9,))) if layout else (5, 3)
         self.q = torch.randn(batch, heads, length, dim, dtype=dtype)
@@ -103,13 +104,13 @@ class Program:
             storage=self.storage,
         )
 
-    def attend(self, cache: sa.LevelCache, first: int, count: int) -> None:
+    def attend(self, cache: sa.LevelCache, first: int, count: int, backend: Literal["auto", "triton"] = "auto") -> None:
         """Gives the cache tokens, and compares what it returns."""
         end = first + count
         mask = None if self.mask is None else self.mask[:, :, first:end, :end]
         tokens = [x[:, :, first:end] for x in (self.q, self.k, self.v)]
         with torch.no_grad():
-            out = cache.attend(*tokens, attn_mask=mask, **self.terms)
+            out = cache.attend(*tokens, attn_mask=mask, backend=backend, **self.terms)
         for row, pad in enumerate(self.padding):
             low = max(first, pad)
             expected = self.expected[row, :, low:end]

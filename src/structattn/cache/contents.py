@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from structattn.cache import native_decode
-from structattn.cache.attend import over_dense, over_view
+from structattn.cache.attend import over_dense, over_view, why_not_fused
 from structattn.cache.decode import KeyValueView
 from structattn.cache.latent import Latent
 from structattn.cache.levels import (
@@ -633,6 +633,8 @@ class Contents:
                 out = step.attend(q, kept_k, kept_v, options.scale, self.length, self._overwritten)
                 self.length += 1
                 return out
+            if self._is_fused(q, options, backend):
+                return self._by_runs(q, kept_k, kept_v, options, "triton")
             keys, values = self.dense_keys(kept_k), self.dense_values(kept_v)
             out = self._over_quantized(q, keys, values, values, self.layout, options, backend)
             self._append(kept_k, kept_v)
@@ -642,14 +644,18 @@ class Contents:
             out = self._over_dense(q, self._all_keys(k), values, self.layout, options, backend)
             self.append(kept_k, kept_v)
             return out
+        return self._by_runs(q, kept_k, kept_v, options, backend)
+
+    def _by_runs(self, q: Tensor, k: Tensor, v: Tensor, options: ScoreTerms, backend: Backend) -> Tensor:
+        """Appends new tokens and computes their attention straight from the pages, run by run."""
         runs, num_keys = self.runs(q.shape[2]), self.length + q.shape[2]
         if len(runs) == 1:
             of_run = options.of_queries(0, q.shape[2], q.shape[2], num_keys)
-            return self._decoded(q, kept_k, kept_v, of_run, backend)
+            return self._decoded(q, k, v, of_run, backend)
         outs = []
         for first, end in runs:
             of_run = options.of_queries(first, end, q.shape[2], num_keys)
-            query, key, value = (x[:, :, first:end] for x in (q, kept_k, kept_v))
+            query, key, value = (x[:, :, first:end] for x in (q, k, v))
             outs.append(self._decoded(query, key, value, of_run, backend))
         return torch.cat(outs, dim=2)
 
@@ -812,6 +818,28 @@ class Contents:
         makes_keys = self.latent is not None and not self.latent.can_absorb
         is_past_padding = self.length >= self.most_padding
         return backend in ("auto", "triton") and q.shape[2] <= _FEW_TOKENS and is_past_padding and not makes_keys
+
+    def _is_fused(self, q: Tensor, options: ScoreTerms, backend: Backend) -> bool:
+        """Whether the fused kernel decodes new tokens over quantized ones: where it can, and every row has a
+        token besides sink tokens.
+        """
+        if not (backend == "triton" or (backend == "auto" and q.is_cuda)) or q.shape[2] > _FEW_TOKENS:
+            return False
+        sinks = 0 if self.sinks is None else self.sinks.layout.sink_tokens
+        if self.length < self.most_padding + max(1, sinks) or torch.compiler.is_compiling():
+            return False
+        for first, end in self.runs(q.shape[2]):
+            for row, _, pad in self.rows:
+                position = self.length + end - 1 - pad
+                for store, level in zip(
+                    (*self.keys, *self.values), (*self.key_levels, *self.value_levels), strict=True
+                ):
+                    slots = position + 1 - level.start(position, row) if store.ring is None else store.ring
+                    if store.capacity < min(slots, position + 1):
+                        return False  # another page would be allocated
+            if why_not_fused(q[:, :, first:end], self.view(), options) is not None:
+                return False
+        return True
 
     def _all_keys(self, k: Tensor) -> Tensor:
         """The keys of all tokens, with the new ones at the end: from keys, or made from hidden states."""
@@ -982,6 +1010,7 @@ class Contents:
             step
             for step in range(1, count)
             if is_single
+            or any(self._reads_more(self.length + step - pad) for _, pad in pads)
             or any(
                 level.start(at, row) == at
                 for row, pad in pads
@@ -991,6 +1020,12 @@ class Contents:
         ]
         return list(pairwise([0, *edges, count]))
 
+    def _reads_more(self, position: int) -> bool:
+        """Whether a query at a position reads more tokens as codes than the one before it."""
+        if self.storage is None or not self.is_quantized:
+            return False
+        return self.storage.first_exact(position) > self.storage.first_exact(position - 1)
+
     def view(self) -> KeyValueView:
         """What a decoding step reads; the last tokens lie in one block of every level of every row."""
         return KeyValueView(
@@ -999,6 +1034,9 @@ class Contents:
             values=list(zip(self.values, self.value_levels, strict=True)),
             sink_keys=self.sink_keys,
             sink_values=self.sink_values,
+            key_groups=self.key_groups,
+            value_groups=self.value_groups,
+            storage=self.storage if self.is_quantized else None,
             latent=self.latent,
             positions=[(row, self.length - 1 - pad) for row, _, pad in self.rows],
             factors_by_scale=self._factors,

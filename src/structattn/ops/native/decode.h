@@ -441,11 +441,26 @@ void add_group_values(const T* weight, int64_t weight_row, const GroupSpan<T>& s
   }
 }
 
+template <typename S, int M>
+void add_span_scores(const Sum<S>* q, int64_t q_row, const CacheSpan<S>& span, int64_t row, Sum<S>* out,
+                     int64_t out_row) {
+  add_scores<S, M>(q, q_row, span.numbers + row * span.row_stride, span.stride, span.dims, span.size, span.before, out,
+                   out_row);
+}
+
+template <typename S, int M>
+void add_span_values(const Sum<S>* weight, int64_t weight_row, const CacheSpan<S>& span, int64_t row, Sum<S>* out,
+                     int64_t out_row) {
+  const S* numbers = span.numbers + row * span.row_stride;
+  for (int64_t d = 0; d < span.dims; ++d)
+    add_dots<M>(weight, weight_row, numbers + d * span.stride, span.size, out + d, out_row);
+}
+
 // The scores of one softmax, and the values that they weigh.
-template <typename S>
+template <typename S, template <typename> class Span>
 struct Weighed {
   int64_t columns;
-  std::vector<CacheSpan<S>> keys, values;
+  std::vector<Span<S>> keys, values;
   std::vector<GroupSpan<Sum<S>>> key_groups, value_groups;
 };
 
@@ -463,23 +478,29 @@ void add_level(const Kept& kept, const Stored& level, int64_t first, int64_t pos
 }
 
 template <typename S>
-std::vector<Weighed<S>> weighed(const Kept& kept, int64_t position, const Sum<S>* before) {
-  std::vector<Weighed<S>> out;
+void add_sink_tokens(const Kept& kept, int64_t number, int64_t dim, Sum<S> before, std::vector<CacheSpan<S>>& spans,
+                     int64_t from = 0, int64_t dims = -1) {
+  add_spans<S>(kept.sinks[number], 0, kept.num_sinks - 1, 0, 0, dim, before, spans, from, dims);
+}
+
+template <typename S, template <typename> class Span, typename K>
+std::vector<Weighed<S, Span>> weighed(const K& kept, int64_t position, const Sum<S>* before) {
+  std::vector<Weighed<S, Span>> out;
   int64_t dim = 0;
-  for (const std::vector<Stored>& levels : kept.keys) {
+  for (const auto& levels : kept.keys) {
     const int64_t sinks = kept.num_sinks, first_seen = levels[0].seen(position, kept.chunk, sinks);
     const int64_t low = first_seen - sinks;  // the columns are sink tokens, then the positions from the first one seen
-    Weighed<S> one{position + 1 - low, {}, {}, {}, {}};
-    for (const Stored& level : levels) {
-      if (sinks) add_spans<S>(kept.sinks[0], 0, sinks - 1, 0, 0, dim, *before, one.keys, dim, level.dims);
+    Weighed<S, Span> one{position + 1 - low, {}, {}, {}, {}};
+    for (const auto& level : levels) {
+      if (sinks) add_sink_tokens<S>(kept, 0, dim, *before, one.keys, dim, level.dims);
       add_level<S>(kept, level, level.seen(position, kept.chunk, sinks), position, low, dim, *before++, one.keys,
                    one.key_groups);
       dim += level.dims;
     }
-    if (sinks) add_spans<S>(kept.sinks[1], 0, sinks - 1, 0, 0, 0, Sum<S>(0), one.values);
+    if (sinks) add_sink_tokens<S>(kept, 1, 0, Sum<S>(0), one.values);
     int64_t value_dim = 0;
     for (size_t n = 0; n < kept.values.size(); ++n) {
-      const Stored& level = kept.values[n];
+      const auto& level = kept.values[n];
       // Hierarchical values have the levels of the keys; others are all that the softmax sees.
       const int64_t first = n ? level.seen(position, kept.chunk, sinks) : first_seen;
       add_level<S>(kept, level, first, position, low, value_dim, Sum<S>(0), one.values, one.value_groups);
@@ -507,29 +528,28 @@ struct StepRoom {
 };
 
 // The sums of M queries that read the same rows of keys and values, from `room.scaled` into `room.sums`.
-template <typename S, int M>
-void attend_together(const std::vector<Weighed<S>>& softmaxes, int64_t key_row, int64_t value_row, int64_t group_size,
-                     StepRoom<Sum<S>>& room) {
+template <typename S, int M, template <typename> class Span>
+void attend_together(const std::vector<Weighed<S, Span>>& softmaxes, int64_t key_row, int64_t value_row,
+                     int64_t group_size, StepRoom<Sum<S>>& room) {
   using T = Sum<S>;
   T *const q = room.scaled.data(), *const weight = room.weight.data(), *const sums = room.sums.data();
   std::fill(room.sums.begin(), room.sums.end(), T(0));
-  for (const Weighed<S>& one : softmaxes) {
+  for (const Weighed<S, Span>& one : softmaxes) {
     // Levels in their order: what one adds changes the scale of the sum so far.
     auto group = one.key_groups.begin();
-    for (const CacheSpan<S>& span : one.keys) {
-      for (; group != one.key_groups.end() && group->first <= span.first; ++group)
+    const auto add_groups_to = [&](int64_t first) {  // of the levels up to the one with these dimensions
+      for (; group != one.key_groups.end() && group->first <= first; ++group)
         add_group_scores<T, M>(q + group->first, room.dim, *group, key_row, group_size, room.group,
                                weight + group->column, room.columns);
-      add_scores<S, M>(q + span.first, room.dim, span.numbers + key_row * span.row_stride, span.stride, span.dims,
-                       span.size, span.before, weight + span.column, room.columns);
+    };
+    for (const Span<S>& span : one.keys) {
+      add_groups_to(span.first);
+      add_span_scores<S, M>(q + span.first, room.dim, span, key_row, weight + span.column, room.columns);
     }
+    add_groups_to(room.dim);  // where a query sees codes only
     for (int m = 0; m < M; ++m) softmax<T>(weight + m * room.columns, one.columns);
-    for (const CacheSpan<S>& span : one.values) {
-      const S* numbers = span.numbers + value_row * span.row_stride;
-      for (int64_t d = 0; d < span.dims; ++d)
-        add_dots<M>(weight + span.column, room.columns, numbers + d * span.stride, span.size, sums + span.first + d,
-                    room.value_dim);
-    }
+    for (const Span<S>& span : one.values)
+      add_span_values<S, M>(weight + span.column, room.columns, span, value_row, sums + span.first, room.value_dim);
     T* const lanes = room.group.lanes();
     for (size_t n = 0; n < one.value_groups.size(); ++n) {
       const GroupSpan<T>& span = one.value_groups[n];
@@ -547,18 +567,19 @@ void attend_together(const std::vector<Weighed<S>>& softmaxes, int64_t key_row, 
 }
 
 // Weighted sums (B, H, 1, value dims) of queries (B, H, 1, D), times `factors` (D). The query heads of a key (or value)
-// head read its row.
-template <typename S>
+// head read its row: of all in one list of softmaxes, or those of each b in its own.
+template <typename S, template <typename> class Span>
 void attend(const at::Tensor& query, const Order& order, const Sum<S>* factors,
-            const std::vector<Weighed<S>>& softmaxes, int64_t key_rows, int64_t value_rows, int64_t group_size,
-            at::Tensor& out) {
+            const std::vector<std::vector<Weighed<S, Span>>>& lists, int64_t key_rows, int64_t value_rows,
+            int64_t group_size, at::Tensor& out) {
   using T = Sum<S>;
   const int64_t heads = query.size(1), rows = query.size(0) * heads, dim = query.size(3), value_dim = out.size(3);
   const int64_t per_key = rows / key_rows, per_value = rows / value_rows;
   const S* q = query.const_data_ptr<S>();
   S* to = out.data_ptr<S>();
   int64_t columns = 0;
-  for (const Weighed<S>& one : softmaxes) columns = std::max(columns, one.columns);
+  for (const auto& softmaxes : lists)
+    for (const auto& one : softmaxes) columns = std::max(columns, one.columns);
   // Rows that read the same keys and values, in pieces: fewer rows where that leaves a thread without a piece.
   const int64_t unit = std::gcd(per_key, per_value), threads = std::max<int64_t>(1, at::get_num_threads());
   const int64_t most = std::clamp<int64_t>(rows / threads, 1, std::min(unit, kHeads<S>)),
@@ -574,8 +595,10 @@ void attend(const at::Tensor& query, const Order& order, const Sum<S>* factors,
         for (int64_t d = 0; d < dim; ++d)
           room.scaled[m * dim + d] = static_cast<T>(from[(at ? at[d] : d) * query.stride(3)]) * factors[d];
       }
-      const auto together = [&](auto number) {
-        attend_together<S, number()>(softmaxes, first / per_key, first / per_value, group_size, room);
+      const int64_t number = lists.size() == 1 ? 0 : first / heads, before = number * heads;
+      const auto together = [&](auto count) {
+        attend_together<S, count()>(lists[number], (first - before) / per_key, (first - before) / per_value, group_size,
+                                    room);
       };
       if (count == 1) together(std::integral_constant<int, 1>());
       if constexpr (kHeads<S> == 4) {
@@ -608,8 +631,8 @@ at::Tensor stepped(const std::optional<at::Tensor>& q, const at::Tensor& k, cons
   *plan.data_ptr<int64_t>() = number;
   if (!q) return out;
   const Sum<S>* const factor = factors.const_data_ptr<Sum<S>>();
-  attend<S>(*q, Order(order), factor, weighed<S>(kept, position, factor + q->size(3)), keys[0].rows(),
-            kept.values[0].rows(), kept.group_size, out);
+  attend<S, CacheSpan>(*q, Order(order), factor, {weighed<S, CacheSpan>(kept, position, factor + q->size(3))},
+                       keys[0].rows(), kept.values[0].rows(), kept.group_size, out);
   return out;
 }
 

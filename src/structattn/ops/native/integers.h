@@ -91,13 +91,19 @@ template <bool kIsByte>
 constexpr int64_t kRowsAtOnce = kIsByte ? 4 : 8;
 
 template <bool kIsByte>
+inline void four_vectors(const uint8_t* codes, int64_t stride, __m512i* out) {
+  __m512i row[4];
+  for (int n = 0; n < 4; ++n)
+    row[n] = kIsByte ? _mm512_loadu_si512(codes + n * stride)
+                     : two_rows(codes + 2 * n * stride, codes + (2 * n + 1) * stride);
+  interleave(row, out);
+}
+
+template <bool kIsByte>
 inline void by_position(const uint8_t* codes, int64_t stride, int64_t dims, Line* out) {
   for (int64_t d = 0; d < dims; d += kRowsAtOnce<kIsByte>, codes += kRowsAtOnce<kIsByte> * stride, out += 4) {
-    __m512i row[4], x[4];
-    for (int n = 0; n < 4; ++n)
-      row[n] = kIsByte ? _mm512_loadu_si512(codes + n * stride)
-                       : two_rows(codes + 2 * n * stride, codes + (2 * n + 1) * stride);
-    interleave(row, x);
+    __m512i x[4];
+    four_vectors<kIsByte>(codes, stride, x);
     for (int n = 0; n < 4; ++n) _mm512_store_si512(out + n, x[n]);
   }
 }
@@ -129,22 +135,30 @@ inline bool by_piece(const float* x, int64_t dims, float& unit, Line* out) {
 }
 
 // out = unit times the sums of products of codes and of a query, for 64 positions, or 32 of those in one half of each
-// byte of 4 bits.
-template <bool kIsByte, int kShift>
-STRUCTATTN_INTEGERS inline void store_sums(const Line* codes, const Line* query, int64_t dims, float unit, float* out) {
+// byte of 4 bits. Codes are those of `by_position`, or, with a stride, as they are stored.
+template <bool kIsByte, int kShift, bool kIsStored = false>
+STRUCTATTN_INTEGERS inline void store_sums(const uint8_t* codes, const Line* query, int64_t dims, float unit,
+                                           float* out, int64_t stride = 0) {
   __m512i sums[kPieces][4];
 #pragma GCC unroll 4
   for (int p = 0; p < kPieces; ++p)
 #pragma GCC unroll 4
     for (int n = 0; n < 4; ++n) sums[p][n] = _mm512_setzero_si512();
-  for (int64_t d = 0; d < dims; d += kRowsAtOnce<kIsByte>, codes += 4, query += kPieces) {
+  for (int64_t d = 0; d < dims; d += kRowsAtOnce<kIsByte>, query += kPieces) {
+    __m512i x[4];
+    if constexpr (kIsStored) {
+      four_vectors<kIsByte>(codes + d * stride, stride, x);
+    } else {
+      for (int n = 0; n < 4; ++n) x[n] = _mm512_load_si512(codes + n * sizeof(Line));
+      codes += 4 * sizeof(Line);
+    }
 #pragma GCC unroll 4
     for (int n = 0; n < 4; ++n) {
-      __m512i x = _mm512_load_si512(codes + n);
-      if constexpr (kShift > 0) x = _mm512_srli_epi16(x, kShift);
-      if constexpr (!kIsByte) x = _mm512_and_si512(x, _mm512_set1_epi8(15));
+      if constexpr (kShift > 0) x[n] = _mm512_srli_epi16(x[n], kShift);
+      if constexpr (!kIsByte) x[n] = _mm512_and_si512(x[n], _mm512_set1_epi8(15));
 #pragma GCC unroll 4
-      for (int p = 0; p < kPieces; ++p) sums[p][n] = _mm512_dpbusd_epi32(sums[p][n], x, _mm512_load_si512(query + p));
+      for (int p = 0; p < kPieces; ++p)
+        sums[p][n] = _mm512_dpbusd_epi32(sums[p][n], x[n], _mm512_load_si512(query + p));
     }
   }
 #pragma GCC unroll 4
@@ -179,12 +193,16 @@ STRUCTATTN_INTEGERS bool key_sums(const float* factor, int64_t row, const uint8_
   for (int m = 0; m < M; ++m)
     if (!by_piece<kIsByte>(factor + m * row, dims, unit[m], room.bytes.data() + m * lines)) return false;
   for (int64_t c = 0; c < stride; c += kIsByte ? 64 : 32) {
-    by_position<kIsByte>(codes + c, stride, dims, room.codes.data());
-    for (int m = 0; m < M; ++m) {
-      const Line* const query = room.bytes.data() + m * lines;
-      float* const out = sums + m * row + c;
-      store_sums<kIsByte, 0>(room.codes.data(), query, dims, unit[m], out);
-      if constexpr (!kIsByte) store_sums<kIsByte, 4>(room.codes.data(), query, dims, unit[m], out + stride);
+    if constexpr (M == 1 && kIsByte) {
+      store_sums<true, 0, true>(codes + c, room.bytes.data(), dims, unit[0], sums + c, stride);
+    } else {
+      by_position<kIsByte>(codes + c, stride, dims, room.codes.data());
+      for (int m = 0; m < M; ++m) {
+        const Line* const query = room.bytes.data() + m * lines;
+        float* const out = sums + m * row + c;
+        store_sums<kIsByte, 0>(room.codes[0].bytes, query, dims, unit[m], out);
+        if constexpr (!kIsByte) store_sums<kIsByte, 4>(room.codes[0].bytes, query, dims, unit[m], out + stride);
+      }
     }
   }
   return true;

@@ -4,6 +4,7 @@
 // The weights are those of an online softmax, and are computed again from the log-sum-exp in the backward pass (Dao et
 // al. 2022, FlashAttention).
 #include "decode.h"
+#include "paged.h"
 #include "terms.h"
 #include "tiles.h"
 
@@ -408,6 +409,15 @@ Tensor step(const std::optional<Tensor>& q, const Tensor& k, const Tensor& v, co
   return k.scalar_type() == at::kHalf ? of(at::Half()) : by_dtype(k, of);
 }
 
+Tensor attend_pages(const Tensor& q, const Tensor& factors, at::TensorList parts, at::TensorList tables,
+                    const Tensor& positions, const Tensor& plan, int64_t value_dim) {
+  const auto of = [&](auto zero) {
+    return attended<decltype(zero)>(q, factors, parts, tables, positions, plan, value_dim);
+  };
+  if (q.scalar_type() == at::kBFloat16) return of(at::BFloat16());
+  return q.scalar_type() == at::kHalf ? of(at::Half()) : by_dtype(q, of);
+}
+
 }  // namespace
 
 #define STRUCTATTN_SCHEMA                                                                                      \
@@ -423,12 +433,16 @@ TORCH_LIBRARY(structattn_native, m) {
       "step(Tensor? q, Tensor k, Tensor v, Tensor factors, Tensor? order, Tensor[](a!) pages, Tensor(b!) plan, "
       "Tensor(c!) old, int position, "
       "int number) -> Tensor");
+  m.def(
+      "attend_pages(Tensor q, Tensor factors, Tensor[] parts, Tensor[] tables, Tensor positions, Tensor plan, int "
+      "value_dim) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(structattn_native, CPU, m) {
   m.impl("forward", forward);
   m.impl("backward", backward);
   m.impl("step", step);
+  m.impl("attend_pages", attend_pages);
 }
 
 }  // namespace structattn

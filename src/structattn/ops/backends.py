@@ -79,6 +79,11 @@ def _no_native() -> str | None:
     return library.why_not_here()
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _say_that_native_lacks() -> None:
+    library.warn_that_it_lacks()
+
+
 def _triton() -> ModuleType:
     from structattn.ops.triton import backend  # where it is used: Triton may not be installed
 
@@ -215,7 +220,10 @@ def _is_native(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) ->
         return False
     if is_pytorchs and _needs_bias_gradient(call):
         return False
-    return _why_not_call(NATIVE, q, k, v, call) is None
+    if NATIVE.why_not_here() is None:
+        return NATIVE.why_not(q, k, v, call) is None
+    _say_that_native_lacks()
+    return False
 
 
 def _is_long(q: Tensor, k: Tensor) -> bool:

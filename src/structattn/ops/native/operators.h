@@ -78,20 +78,24 @@ struct Argument<std::vector<T>> {
   }
 };
 
+inline void hand_over(Tensor&& result, StableIValue* to) { *to = std::bit_cast<StableIValue>(result.release()); }
+
+template <typename... T>
+void hand_over(std::tuple<T...>&& results, StableIValue* to) {
+  std::apply([&](auto&... each) { (hand_over(std::move(each), to++), ...); }, results);
+}
+
 template <auto kFunction>
 struct Operator;
 
-template <typename... Results, typename... Arguments, std::tuple<Results...> (*kFunction)(Arguments...)>
+template <typename Result, typename... Arguments, Result (*kFunction)(Arguments...)>
 struct Operator<kFunction> {
   // `stack` holds the arguments, and then the results.
   static void call(StableIValue* stack, uint64_t, uint64_t) {
     [&]<size_t... I>(std::index_sequence<I...>) {
       const std::tuple<std::remove_cvref_t<Arguments>...> arguments{
           Argument<std::remove_cvref_t<Arguments>>::from(stack[I])...};
-      std::tuple<Results...> results = std::apply(kFunction, arguments);
-      [&]<size_t... J>(std::index_sequence<J...>) {
-        ((stack[J] = std::bit_cast<StableIValue>(std::get<J>(results).release())), ...);
-      }(std::index_sequence_for<Results...>());
+      hand_over(std::apply(kFunction, arguments), stack);
     }(std::index_sequence_for<Arguments...>());
   }
 };

@@ -95,6 +95,12 @@ class Tensor {
     return numbers;
   }
   int32_t dtype() const { return dtype_; }
+  bool is_contiguous() const {
+    int64_t stride = 1;
+    for (int64_t n = dim_; n-- > 0; stride *= sizes_[n])
+      if (sizes_[n] != 1 && strides_[n] != stride) return false;
+    return true;
+  }
 
   template <typename T>
   const T* const_data_ptr() const {

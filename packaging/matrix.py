@@ -129,7 +129,7 @@ def run_cell(cell: Cell, dist: Path, folder: Path) -> tuple[str, bool]:
     if call.returncode:
         return f"{versions}: {call.stderr.strip().splitlines()[-1][:200]}", False
     done = run(mine, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", *TESTS)
-    last = [line for line in done.stdout.splitlines() if " passed" in line or " failed" in line or "error" in line][-1:]
+    last = [line for line in done.stdout.splitlines() if re.search(r"\d (passed|failed|error)", line)][-1:]
     if done.returncode:
         (dist / f"matrix-{cell.name}.log").write_text(done.stdout)
     seconds = f"{installed:.0f} s to install"

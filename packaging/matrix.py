@@ -128,7 +128,7 @@ def run_cell(cell: Cell, dist: Path, folder: Path) -> tuple[str, bool]:
     call = run(mine, "-c", _CALL)
     if call.returncode:
         return f"{versions}: {call.stderr.strip().splitlines()[-1][:200]}", False
-    done = run(mine, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", *TESTS)
+    done = run(mine, "-m", "pytest", "-n", "2", "-p", "no:cacheprovider", *TESTS)
     last = [line for line in done.stdout.splitlines() if re.search(r"\d (passed|failed|error)", line)][-1:]
     if done.returncode:
         (dist / f"matrix-{cell.name}.log").write_text(done.stdout)

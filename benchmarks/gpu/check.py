@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import structattn as sa
 from benchmarks.gpu.rows import Row, Settings
 from benchmarks.timing import WrongResultError
+from structattn.cache import attend
 from structattn.layout.levels import LevelLayout
 from structattn.testing.tolerances import FORWARD, GRADIENT, relative_error
 
@@ -58,6 +60,7 @@ class Feature:
         backend: ``"auto"`` where no kernel has the feature: then what is chosen instead is checked on the
             GPU.
         extra_queries: T - S.
+        page_size: of a cache that is not told its length.
         is_core: whether it is among the first rows.
     """
 
@@ -68,6 +71,7 @@ class Feature:
     heads: tuple[int, int] = (4, 2)
     value_dim: int | None = None
     extra_queries: int = 0
+    page_size: int | None = None
     is_core: bool = False
 
 
@@ -106,29 +110,42 @@ def _everything(sizes: Sizes) -> Options:
     }
 
 
+# Modes that decode over a cache, and how it stores numbers.
+STORAGES = {"cached": None, "cached 8 bits": sa.Storage(8, 8), "cached 4 bits": sa.Storage(4, 4)}
+CODES = tuple(STORAGES)[1:]
 BOTH = ("forward", "backward")
 NOT_CACHED = (*BOTH, "decode")
+CACHED = (*NOT_CACHED, "cached", *CODES)
 DIVIDED = (*BOTH, "decode", "cached", "divided")
 EIGHT = _equal(8)
 FEATURES: dict[str, Feature] = {
-    "8 levels, D=64": Feature(layout=EIGHT, modes=DIVIDED, is_core=True),
-    "8 levels with values, D=64": Feature(layout=_equal(8, value_ranks=(8,) * 8), modes=DIVIDED, is_core=True),
-    "sliding, D=64": Feature(layout=_sliding(), modes=DIVIDED, is_core=True),
-    "4 levels, D=128": Feature(layout=lambda T: LevelLayout.halving((64, 32, 16, 16), T), value_dim=128, is_core=True),
+    "8 levels, D=64": Feature(layout=EIGHT, modes=(*DIVIDED, *CODES), is_core=True),
+    "8 levels with values, D=64": Feature(
+        layout=_equal(8, value_ranks=(8,) * 8), modes=(*DIVIDED, *CODES), is_core=True
+    ),
+    "sliding, D=64": Feature(layout=_sliding(), modes=(*DIVIDED, *CODES), is_core=True),
+    "4 levels, D=128": Feature(
+        layout=lambda T: LevelLayout.halving((64, 32, 16, 16), T), modes=CACHED, value_dim=128, is_core=True
+    ),
     "4 levels, D=256": Feature(layout=lambda T: LevelLayout.halving((128, 64, 32, 32), T), value_dim=256),
-    "1 level, D=64": Feature(layout=_equal(1, 64), is_core=True),
+    "1 level, D=64": Feature(layout=_equal(1, 64), modes=CACHED, is_core=True),
+    "1 level, D=128, growing pages": Feature(layout=_equal(1, 128), modes=CODES, page_size=512, value_dim=128),
+    "1 level, sink tokens": Feature(layout=_equal(1, 64, sink_tokens=4), modes=("cached", *CODES)),
+    "window and sink tokens": Feature(
+        layout=lambda T: LevelLayout.sliding((64,), (500,), sink_tokens=4), modes=("cached", *CODES)
+    ),
     "packed": Feature(
         layout=EIGHT,
         options=lambda x: {"cu_seqlens": _seqlens(x.keys, x.device, 0.1, 0.7)},
         modes=(*BOTH, "divided"),
         is_core=True,
     ),
-    "window": Feature(layout=EIGHT, options=lambda x: {"window": x.keys // 3}, is_core=True),
+    "window": Feature(layout=EIGHT, options=lambda x: {"window": x.keys // 3}, modes=CACHED, is_core=True),
     "mask of keys": Feature(
         layout=EIGHT, options=lambda x: {"attn_mask": x.random(x.batch, 1, 1, x.keys) < 0.7}, is_core=True
     ),
     "ranks of the paper, D=64": Feature(layout=lambda T: LevelLayout.halving(PAPER_RANKS, T), is_core=True),
-    "sliding with values, D=64": Feature(layout=_sliding(values=True)),
+    "sliding with values, D=64": Feature(layout=_sliding(values=True), modes=CACHED),
     "4 levels, D=32": Feature(layout=_equal(4), value_dim=32),
     "4 levels with values, D=128": Feature(
         layout=lambda T: LevelLayout.halving((64, 32, 16, 16), T, value_ranks=(64, 32, 16, 16))
@@ -157,7 +174,7 @@ FEATURES: dict[str, Feature] = {
     "fewer queries": Feature(layout=EIGHT, extra_queries=-8, modes=BOTH),
     "more queries": Feature(layout=EIGHT, extra_queries=9, modes=BOTH),
     "one head per key": Feature(layout=EIGHT, heads=(3, 3)),
-    "one key head": Feature(layout=EIGHT, heads=(8, 1)),
+    "one key head": Feature(layout=EIGHT, heads=(8, 1), modes=CACHED),
     "mask of pairs": Feature(
         layout=EIGHT, options=lambda x: {"attn_mask": x.random(x.batch, x.heads, x.queries, x.keys) < 0.7}
     ),
@@ -165,8 +182,8 @@ FEATURES: dict[str, Feature] = {
     "sinks": Feature(layout=EIGHT, options=lambda x: {"sinks": _leaf(x.random(x.heads))}),
     "ALiBi": Feature(layout=EIGHT, options=lambda x: {"alibi_slopes": x.random(x.heads) / 16}),
     "a number as scale": Feature(layout=EIGHT, options=lambda x: {"scale": 0.2}),
-    "everything": Feature(layout=_equal(8, value_ranks=(8,) * 8), options=_everything),
-    "everything, sliding": Feature(layout=_sliding(values=True), options=_everything),
+    "everything": Feature(layout=_equal(8, value_ranks=(8,) * 8), options=_everything, modes=CACHED),
+    "everything, sliding": Feature(layout=_sliding(values=True), options=_everything, modes=CACHED),
     "bias": Feature(
         layout=EIGHT,
         options=lambda x: {"attn_bias": _leaf(x.random(1, x.heads, x.queries, x.keys))},
@@ -181,7 +198,9 @@ FEATURES: dict[str, Feature] = {
         backend="auto",
     ),
     "cache after left padding": Feature(
-        layout=EIGHT, options=lambda x: {"left_padding": torch.tensor([0, 5], device=x.device)}, modes=("cached",)
+        layout=EIGHT,
+        options=lambda x: {"left_padding": torch.tensor([0, 5], device=x.device)},
+        modes=("cached", *CODES),
     ),
 }
 
@@ -206,7 +225,7 @@ def rows(settings: Settings) -> Iterator[Row]:
 
 def _row(feature: Feature, mode: str, dtype: torch.dtype, settings: Settings) -> Callable[[], dict[str, Any]]:
     def run() -> dict[str, Any]:
-        check = {"cached": _cached, "divided": _divided}.get(mode, _call)
+        check = _cached if mode in STORAGES else _divided if mode == "divided" else _call
         return check(feature, mode, dtype, settings)
 
     return run
@@ -218,7 +237,7 @@ def _sizes(feature: Feature, mode: str, settings: Settings) -> tuple[LevelLayout
     keys, groups = (
         (context + 5, max(1, feature.heads[1] - 1)) if settings.rehearse else (context + 13, feature.heads[1])
     )
-    if mode in ("decode", "cached"):
+    if mode == "decode" or mode in STORAGES:
         keys = max(keys, DECODED_KEYS)
     dim = layout.head_dim if layout else 64
     ranks = layout.value_ranks if layout else None
@@ -299,31 +318,44 @@ def _compared(names: list[str], actual: list[Tensor], exact: list[Tensor], dtype
 
 def _cached(feature: Feature, mode: str, dtype: torch.dtype, settings: Settings) -> dict[str, Any]:
     """Steps of one and of several tokens over a ``LevelCache``, by the kernel, against the definition over
-    all keys.
+    all keys, as they are kept.
     """
     torch.manual_seed(0)
     layout, sizes = _sizes(feature, mode, settings)
     q, k, v = _tensors(layout.head_dim if layout else 64, sizes, dtype)
     options = {name: x.detach() if isinstance(x, Tensor) else x for name, x in feature.options(sizes).items()}
-    steps = (1, 1, 3)
-    first = sizes.keys - sum(steps)
+    steps, storage = (1, 1, 3), STORAGES[mode]
     mask = options.get("attn_mask")
     with torch.no_grad():
         exact = {name: _copied(x, torch.float64) for name, x in options.items()}
-        expected = sa.structured_attention(*(x.double() for x in (q, k, v)), layout, backend="reference", **exact)[
-            :, :, first:
-        ]
         of_cache = {name: options.pop(name) for name in ("window", "left_padding") if name in options}
-        cache = sa.LevelCache(layout, max_length=sizes.keys, **of_cache)
-        cache.append(k[:, :, :first], v[:, :, :first])
-        outs, at = [], first
+        of_pages = {"max_length": sizes.keys} if feature.page_size is None else {"page_size": feature.page_size}
+        cache, other = (sa.LevelCache(layout, storage=storage, **of_pages, **of_cache) for _ in range(2))
+        at = sizes.keys - sum(steps)
+        for each in (cache, other):
+            each.append(k[:, :, :at], v[:, :, :at])
+        outs, expected = [], []
         for size in steps:
             new = slice(at, at + size)
             if mask is not None:
                 options["attn_mask"] = mask[:, :, new if mask.shape[2] > 1 else slice(None), : new.stop]
-            outs.append(cache.attend(*(x[:, :, new] for x in (q, k, v)), backend="triton", **options))
+            with patch.object(attend, "fused_attention", wraps=attend.fused_attention) as kernel:
+                outs.append(cache.attend(*(x[:, :, new] for x in (q, k, v)), backend="triton", **options))
+            if not kernel.called:
+                raise WrongResultError("the step was not computed by the kernel over a cache")
+            for end in range(at + 1, at + size + 1):
+                held = (k[:, :, :end], v[:, :, :end])
+                if storage is not None:  # that is what the last token sees: no group is quantized after it
+                    other.append(*(x[:, :, end - 1 :] for x in held))
+                    held = other.dense_past(*held)
+                if mask is not None:
+                    rows = slice(end - 1, end) if mask.shape[2] > 1 else slice(None)
+                    exact["attn_mask"] = mask[:, :, rows, :end]
+                numbers = (x.double() for x in (q[:, :, end - 1 : end], *held))
+                expected.append(sa.structured_attention(*numbers, layout, backend="reference", **exact))
             at += size
-    return {"code": "triton"} | _compared(["out"], [torch.cat(outs, dim=2)], [expected], dtype)
+    out, right = (torch.cat(parts, dim=2) for parts in (outs, expected))
+    return {"code": "triton"} | _compared(["out"], [out], [right], dtype)
 
 
 def _divided(feature: Feature, mode: str, dtype: torch.dtype, settings: Settings) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from structattn.layout.levels import LevelLayout
 from structattn.ops.call import Call
 from structattn.ops.triton import backend as host
 from structattn.ops.triton.backward import gradient_kernel
-from structattn.ops.triton.cached_attention import tiles_for
+from structattn.ops.triton.cached_attention import run_of, tiles_for
 from structattn.ops.triton.cached_decode import cached_kernel
 from structattn.ops.triton.config import default_config
 from structattn.ops.triton.decode import decode_kernel
@@ -131,6 +131,7 @@ def cached(
     ring: bool | None = None,
     softcap: float | None = None,
     absent: Mapping[str, None] | None = None,
+    bits: int = 16,
 ) -> Source:
     """The kernel over a cache.
 
@@ -138,13 +139,30 @@ def cached(
         rows: queries that share a key.
         ring: whether levels are in rings; default: those that slide.
         absent: the arguments that are not given; default: no mask and no slopes.
+        bits: of all levels, in groups of 64 positions, of one page each.
     """
     absent = {"mask": None, "slopes": None} if absent is None else absent
     ranks, value_ranks = layout.ranks, layout.value_ranks or (value_dim,)
+    group = 64
+    value_of = tuple(range(len(value_ranks)))
+    codes, value_codes = (tuple((16, (1, 1), False, False) for _ in x) for x in (ranks, value_ranks))
+    if bits < 16:
+        codes = tuple((bits, (rank * group * bits // 8, rank), False, False) for rank in ranks)
+        parts = [
+            (level, min(group, rank - first), rank)
+            for level, rank in enumerate(value_ranks)
+            for first in range(0, rank, group)
+        ]
+        value_of, value_ranks = (tuple(part[n] for part in parts) for n in (0, 1))
+        value_codes = tuple(
+            (bits, (rank * group * bits // 8, -(-rank // group) * group), False, False) for *_, rank in parts
+        )
     own = tiles_for(ranks, value_ranks, dtype.itemsize, rows, "mask" not in absent)
     assert own is not None, "no tiles fit"
     levels, x, strides = len(ranks), f"*{NAMES[dtype]}", ("i32",) * 3
     rings = tuple(layout.windows[n] is not None if layout.windows else False for n in range(levels))
+    if ring is not None or bits < 16:  # the numbers of a level with codes are in a ring
+        rings = (ring or bits < 16,) * levels
     fixed = {
         "RANKS": ranks,
         "VALUE_RANKS": value_ranks,
@@ -152,13 +170,28 @@ def cached(
         "FACTORS": layout.score_factors(None)[1],
         "ALIGNS": (16,) * levels,
         "MULTIPLES": (1,) * levels if layout.windows else (16,) * levels,
-        "RINGS": rings if ring is None else (ring,) * levels,
+        "RINGS": rings,
+        "VALUE_ALIGNS": (16,) * len(value_ranks),
+        "VALUE_RINGS": tuple(rings[level] for level in value_of),
+        "VALUE_OF": value_of,
+        "CODES": codes,
+        "VALUE_CODES": value_codes,
+        "GROUP": 0 if bits == 16 else group,
+        "RUN": 16 if bits == 16 else run_of(own, group),
         "OWN": own.own,
         "WALK": own.walk,
         "SOFTCAP": softcap or 0.0,
     }
     types = {"q": x, "keys": (x,) * levels, "values": (x,) * len(value_ranks), "starts": "*i32", "counts": "*i32"}
-    types |= {"partial": "*fp32", "partial_lse": "*fp32", "capacities": ("i32",) * levels}
+    types |= {"blocks": "*i32", "edges": "*i32", "partial": "*fp32", "partial_lse": "*fp32"}
+    of_codes = (x,) * 4 if bits == 16 else ("*u8", "*fp16", "*fp16", "*u8")
+    for side, count in (("key", levels), ("value", len(value_ranks))):
+        types |= {
+            f"{side}_codes": (of_codes,) * count,
+            f"{side}_slots": ("i32",) * count,
+            f"{side}_rings": ("i32",) * count,
+        }
+    types |= {"capacities": ("i32",) * levels, "value_capacities": ("i32",) * len(value_ranks)}
     types |= {"key_strides": (strides,) * levels, "value_strides": (strides,) * len(value_ranks)}
     return Source(name="cached", kernel=cached_kernel, tiles=own, types=types, constants=fixed | dict(absent))
 

@@ -29,6 +29,8 @@ CORE = (
     "sliding 8x8",
     "mlr 64|32|16|16",
     "mlr 8 levels, values",
+    "8 bits",
+    "4 bits",
 )  # before the other variants
 SMOLLM2 = ModelShape(num_layers=30, embed_dim=576, num_heads=9, num_kv_heads=3)  # that of SmolLM2-135M
 SMOLLM2_LENGTHS = (4096, 16384)

@@ -4,8 +4,15 @@ interpreter.
 
 from __future__ import annotations
 
+import copy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from quantized_numbers import attention
+from test_quantized import Program
 
 import structattn as sa
 from structattn.cache import attend
@@ -27,6 +34,8 @@ LAYOUTS = {
     "values": sa.LevelLayout((5, 3), (64, 16), "paper", (2, 6)),
     "segments": sa.LevelLayout.from_boundaries((5, 3), [(0, 9, 30)]),
     "sliding": sa.LevelLayout.sliding((4, 2, 2), (None, 14, 6), value_ranks=(4, 3, 1)),
+    "sink tokens in blocks": sa.LevelLayout((5, 3), (64, 16), sink_tokens=3),
+    "sink tokens of a whole level": sa.LevelLayout.sliding((4, 4), (None, 6), sink_tokens=3),
     "sink tokens": sa.LevelLayout.sliding((4, 4), (20, 6), "paper", (4, 4), sink_tokens=3),
 }
 
@@ -43,7 +52,7 @@ STEPS = [
 
 
 @runs
-@pytest.mark.quick(layout=["levels", "sink tokens", "values"])
+@pytest.mark.quick(layout=["levels", "sink tokens", "sink tokens in blocks", "values"])
 @pytest.mark.parametrize(("layout", "window", "padding"), STEPS)
 def test_fused_steps_are_the_definition(monkeypatch, layout, window, padding) -> None:
     torch.manual_seed(0)
@@ -116,3 +125,177 @@ def test_a_term_that_the_kernel_does_not_name_is_refused() -> None:
     cache.append(x, x)
     terms = ScoreTerms(attn_bias=torch.zeros(21))  # no cache takes it; a new term would come in the same way
     assert attend.why_not_fused(x[:, :, :1], cache._kept.view(), terms) == "the fused kernel has no attn_bias"
+
+
+@dataclass
+class Decoding:
+    """Tokens of which the last ones are decoded by the kernel over a cache that stores fewer bits.
+
+    Attributes:
+        prompt: tokens before them.
+        steps: how many each call has.
+        options: of the cache; by default one page.
+    """
+
+    storage: sa.Storage
+    layout: sa.LevelLayout | None = None
+    window: int | None = None
+    heads: tuple[int, int] = (2, 1)
+    value_dim: int = 7
+    prompt: int = 61
+    steps: tuple[int, ...] = (1, 3, 1)
+    padding: tuple[int, ...] = (0,)
+    dtype: torch.dtype = torch.float32
+    options: dict[str, Any] = field(default_factory=dict)
+    is_masked: bool = False
+    terms: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(0)
+        layout, heads = self.layout, self.heads
+        dim = layout.head_dim if layout else 10
+        value_dim = sum(layout.value_ranks) if layout and layout.value_ranks else self.value_dim
+        self.length = self.prompt + sum(self.steps)
+        sizes = ((heads[0], dim, 0), (heads[1], dim, 3), (heads[1], value_dim, 1))
+        q, k, v = (
+            (torch.randn(len(self.padding), count, self.length, size) + shift).to(self.dtype).to(DEVICE)
+            for count, size, shift in sizes
+        )
+        self.q, self.k, self.v = q, k, v
+        self.mask = torch.rand(1, heads[0], self.length, self.length, device=DEVICE) < 0.7 if self.is_masked else None
+
+    def new_cache(self) -> sa.LevelCache:
+        """With the prompt."""
+        cache = sa.LevelCache(
+            self.layout,
+            window=self.window,
+            storage=self.storage,
+            left_padding=self.padding if any(self.padding) else None,
+            **(self.options or {"max_length": self.length}),
+        )
+        cache.append(self.k[:, :, : self.prompt], self.v[:, :, : self.prompt])
+        return cache
+
+    def step(self, cache: sa.LevelCache, first: int, size: int) -> None:
+        """Tokens ``first`` ..., against the definition over the numbers that each query sees."""
+        new = slice(first, first + size)
+        mask = {} if self.mask is None else {"attn_mask": self.mask[:, :, new, : new.stop]}
+        with torch.no_grad():
+            out = cache.attend(
+                *(x[:, :, new] for x in (self.q, self.k, self.v)), backend="triton", **mask, **self.terms
+            )
+        for row, pad in enumerate(self.padding):
+            for at in range(first, first + size):
+                tokens = slice(pad, at + 1)
+                terms = dict(self.terms)
+                if self.mask is not None:
+                    terms["attn_mask"] = self.mask[:, :, at : at + 1, tokens]
+                q, k, v = self.q[row, None, :, at : at + 1], self.k[row, None, :, tokens], self.v[row, None, :, tokens]
+                expected = attention(q, k, v, self.layout, self.window, self.storage, at - pad, **terms)
+                assert relative_error(out[row, None, :, at - first : at - first + 1], expected) <= FORWARD[self.dtype]
+
+
+BLOCKS = sa.LevelLayout((5, 3, 4), (64, 16, 8), "mup")
+RINGS = sa.LevelLayout.sliding((4, 2, 6), (37, 22, 5), value_ranks=(4, 3, 9))
+DECODINGS = {
+    "4 bits": Decoding(sa.Storage(4, 4, 4, 5), heads=(3, 1)),
+    "8 bits, many groups in a tile": Decoding(sa.Storage(8, 8, 8, 3), value_dim=8, heads=(4, 2)),
+    "groups larger than tiles": Decoding(sa.Storage(4, 8, 72, 5), prompt=150, value_dim=16, steps=(2,)),
+    "groups that fill tiles": Decoding(sa.Storage(8, 4, 32, 5), BLOCKS, prompt=75, value_dim=33, steps=(1,)),
+    "growing pages": Decoding(sa.Storage(4, 8, 8, 5), options={"page_size": 24}, padding=(0, 3)),
+    "bits of each level": Decoding(sa.Storage((4, 8, 16), 8, 4, 3), BLOCKS),
+    "exact keys": Decoding(sa.Storage(16, 4, 4, 3), BLOCKS),
+    "exact values": Decoding(sa.Storage(4, 16, 4, 3), BLOCKS, terms={"softcap": 0.8}),
+    "values of levels": Decoding(sa.Storage(8, (8, 4), 4, 0), sa.LevelLayout((5, 3), (64, 16), "paper", (9, 6))),
+    "wrapped rings": Decoding(sa.Storage(4, 4, 4, 2), RINGS, prompt=125, padding=(0, 5)),
+    "wrapped rings, window": Decoding(sa.Storage(8, 8, 2, 3), RINGS, window=19, prompt=92, steps=(1, 2)),
+    "window cuts a group": Decoding(sa.Storage(4, 4, 8, 3), BLOCKS, window=45, steps=(1, 1)),
+    "sink tokens": Decoding(sa.Storage(4, 4, 4, 3), sa.LevelLayout((5, 3), (64, 16), sink_tokens=6)),
+    "sink tokens, wrapped rings": Decoding(
+        sa.Storage(8, 4, 4, 3), sa.LevelLayout.sliding((4, 4), (30, 20), sink_tokens=5), padding=(4, 0)
+    ),
+    "few tokens": Decoding(sa.Storage(4, 4, 8, 5), BLOCKS, prompt=3),
+    "a mask, ALiBi, sinks": Decoding(
+        sa.Storage(4, 4, 4, 3),
+        BLOCKS,
+        padding=(2, 0),
+        is_masked=True,
+        terms={
+            "sinks": torch.tensor([0.5, -1.0], device=DEVICE),
+            "alibi_slopes": torch.tensor([0.1, 0.02], device=DEVICE),
+        },
+    ),
+    "float16": Decoding(sa.Storage(4, 8, 8, 3), BLOCKS, dtype=torch.float16),
+}
+if not INTERPRETED:  # the interpreter computes bfloat16 wrongly
+    DECODINGS["bfloat16"] = Decoding(sa.Storage(4, 4, 16, 3), dtype=torch.bfloat16, prompt=300)
+
+
+@runs
+@pytest.mark.quick(name=["4 bits", "bits of each level", "growing pages"])
+@pytest.mark.parametrize("name", DECODINGS)
+def test_fused_steps_over_fewer_bits_are_the_definition(monkeypatch, name) -> None:
+    decoding, calls = DECODINGS[name], []
+    real = attend.fused_attention
+    monkeypatch.setattr(attend, "fused_attention", lambda *args: calls.append(1) or real(*args))
+    cache, first = decoding.new_cache(), decoding.prompt
+    for number, size in enumerate(decoding.steps):
+        decoding.step(cache, first, size)
+        first += size
+        assert len(calls) > number
+
+
+@runs
+def test_fused_steps_over_pages_that_are_moved(tmp_path: Path) -> None:
+    """Undone, copied, saved and reordered, with pages of several sizes."""
+    decoding = Decoding(sa.Storage(4, 8, 4, 3), options={"page_size": 12}, padding=(0, 0), steps=(1,) * 9)
+    cache, at = decoding.new_cache(), decoding.prompt
+    decoding.step(cache, at, 1)
+    cache.undo()
+    other = copy.deepcopy(cache)
+    decoding.step(cache, at, 1)
+    decoding.step(other, at, 1)
+    other.save(tmp_path / "cache")
+    cache = sa.LevelCache.load(tmp_path / "cache", device=DEVICE)
+    for step in range(1, 5):
+        decoding.step(cache, at + step, 1)
+    cache.crop(at + 3)
+    cache.reorder(torch.tensor([1, 0]))
+    decoding.q, decoding.k, decoding.v = (x.flip(0) for x in (decoding.q, decoding.k, decoding.v))
+    for step in range(3, 6):
+        decoding.step(cache, at + step, 1)
+
+
+@runs
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.full if seed > 1 else []) for seed in range(60)])
+def test_fused_steps_of_random_caches(seed: int) -> None:
+    program = Program(seed, torch.float32)
+    cache, length = program.new_cache(), program.q.shape[2]
+    done = max(length - 7, 1)
+    program.attend(cache, 0, done)
+    while done < length:
+        count = min(program.draw.choice([1, 1, 3]), length - done)
+        try:
+            program.attend(cache, done, count, backend="triton")
+        except BackendUnavailableError:  # what the kernel cannot run is computed over dense keys, without padding
+            if not any(program.padding):
+                raise
+            program.attend(cache, done, count)
+        done += count
+
+
+@runs
+def test_groups_of_values_that_are_too_many_are_decoded_without_the_kernel() -> None:
+    x = torch.randn(1, 1, 70, 40, device=DEVICE)
+    cache = sa.LevelCache(storage=sa.Storage(4, 4, 2, 3), max_length=70)
+    cache.append(x, x)
+    reason = attend.why_not_fused(x[:, :, :1], cache._kept.view(), ScoreTerms())
+    assert reason == (
+        "the Triton kernel over a cache takes at most 16 groups of value dimensions, and groups of 2 make 20: give a "
+        "larger group_size"
+    )
+    expected = attention(x[:, :, -1:], x, x, None, None, cache.storage, 69)
+    cache.crop(69)
+    with torch.no_grad():
+        out = cache.attend(*(x[:, :, -1:],) * 3, backend="triton")
+    assert relative_error(out, expected) <= FORWARD[torch.float32]

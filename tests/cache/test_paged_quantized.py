@@ -14,11 +14,13 @@ import structattn as sa
 from structattn.cache.paged import PagedCache, PagedLayerShape, PagePool, Tokens
 from structattn.cache.paged.geometry import pages_of
 from structattn.cache.paged.levels import QuantizedLevel
+from structattn.cache.paged.native_step import PagedStep
 from structattn.errors import ConfigError
 from structattn.layout.global_window import GlobalWindowLayout
 from structattn.layout.heads import HeadLayouts
 from structattn.ops.by_heads import query_heads
 from structattn.ops.terms import ScoreTerms
+from structattn.testing.tolerances import assert_close
 
 DIM, VALUE_DIM = 6, 5
 SEEDS = [pytest.param(seed, marks=[] if seed < 8 else pytest.mark.full) for seed in range(200)]
@@ -220,6 +222,58 @@ def run(seed: int) -> int:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_any_arrivals_and_any_chunks(seed: int) -> None:
     run(seed)
+
+
+@pytest.mark.parametrize("seed", SEEDS[:40])
+def test_the_same_with_the_cpp_code(seed: int, built) -> None:
+    run(seed)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        None,
+        sa.LevelLayout.sliding((40, 16), (None, 290), value_ranks=(56, 16), sink_tokens=5),
+        sa.LevelLayout((32, 8), (1024, 256)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_a_step_reads_codes_in_the_pages(layout, dtype: torch.dtype, built, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests at several positions, groups of whole vectors, three queries for each key head."""
+    calls: list[int] = []
+    attend = PagedStep.attend
+    monkeypatch.setattr(PagedStep, "attend", lambda *arguments: calls.append(1) or attend(*arguments))
+    torch.manual_seed(0)
+    dim = sum(layout.ranks) if layout else 64
+    storage = sa.Storage(4, 8, 64, 30)
+    layer = PagedLayerShape(layout, None, (2, dim), (2, 72), storage=storage)
+    cache = PagedCache([layer], pool_of([layer], dtype))
+    lengths = {"a": 330, "b": 70, "c": 540}
+    tokens = {
+        name: [torch.randn(1, n, length, d).to(dtype) for n, d in ((6, dim), (2, dim), (2, 72))]
+        for name, length in lengths.items()
+    }
+
+    def step(requests: list[Tokens]) -> Tensor:
+        for one in requests:
+            assert cache.pages.reserve(one.request, one.past, one.count)
+        new = [[x[:, :, one.past : one.past + one.count] for x in tokens[one.request]] for one in requests]
+        with cache.step(requests):
+            q, k, v = (torch.cat(each, dim=2) for each in zip(*new, strict=True))
+            return cache.attend(0, q, k, v, ScoreTerms(), layout=layout, window=None)
+
+    for name, length in lengths.items():
+        step([Tokens(name, 0, length - 2)])
+    for back in (2, 1):
+        out = step([Tokens(name, length - back, 1) for name, length in lengths.items()])
+        for row, (name, length) in enumerate(lengths.items()):
+            q, k, v = (x.float() for x in tokens[name])  # codes are read as float32
+            at = length - back
+            query, keys, values = q[:, :, at : at + 1], k[:, :, : at + 1], v[:, :, : at + 1]
+            assert_close(out[:, :, row : row + 1], attention(query, keys, values, layout, None, storage, at).to(dtype))
+    assert len(calls) == 2
 
 
 def test_programs_compare_codes() -> None:

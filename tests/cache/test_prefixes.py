@@ -93,7 +93,7 @@ class Machine:
                     assert pages._uses[page] == 1
                     for level in self.levels:
                         if level.group == number:
-                            level._view[page, :, slot % slots] = number_of(text, level._view.dtype)
+                            level.view[page, :, slot % slots] = number_of(text, level.view.dtype)
 
     def begin(self, name, text):
         self.texts[name] = text
@@ -154,7 +154,7 @@ class Machine:
                 last = own.get(count // slots)
                 if is_shared and last:  # nothing of others behind its last token
                     assert not any(
-                        level._view[last, :, count % slots :].any() for level in self.levels if level.group == number
+                        level.view[last, :, count % slots :].any() for level in self.levels if level.group == number
                     )
             for number, end, page, slot in self.places(name, done):
                 self.check_number(number, page, slot, self.texts[name][:end])
@@ -183,7 +183,7 @@ class Machine:
     def check_number(self, group, page, slot, text):
         for level in self.levels:
             if level.group == group:
-                assert bool((level._view[page, :, slot] == number_of(text, level._view.dtype)).all())
+                assert bool((level.view[page, :, slot] == number_of(text, level.view.dtype)).all())
 
 
 SEEDS = 5

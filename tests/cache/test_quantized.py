@@ -6,6 +6,7 @@ import copy
 import pickle
 import random
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ SEEDS = [pytest.param(seed, marks=[] if seed in QUICK else pytest.mark.full) for
 class Program:
     """A random cache, its tokens, and what each query should get."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, dtype: torch.dtype | None = None) -> None:
         self.draw = draw = random.Random(seed)
         torch.manual_seed(seed)
         size = draw.choice([2, 4, 8])
@@ -40,7 +41,7 @@ class Program:
         heads, length, dtype = (
             groups * draw.choice([1, 2]),
             draw.randint(6, 90),
-            draw.choice([torch.float64, torch.float32]),
+            draw.choice([torch.float64, torch.float32] if dtype is None else [dtype]),
         )
         dim, value_dim = (layout.head_dim, sum(layout.value_ranks or (9,))) if layout else (5, 3)
         self.q = torch.randn(batch, heads, length, dim, dtype=dtype)
@@ -103,13 +104,13 @@ class Program:
             storage=self.storage,
         )
 
-    def attend(self, cache: sa.LevelCache, first: int, count: int) -> None:
+    def attend(self, cache: sa.LevelCache, first: int, count: int, backend: Literal["auto", "triton"] = "auto") -> None:
         """Gives the cache tokens, and compares what it returns."""
         end = first + count
         mask = None if self.mask is None else self.mask[:, :, first:end, :end]
         tokens = [x[:, :, first:end] for x in (self.q, self.k, self.v)]
         with torch.no_grad():
-            out = cache.attend(*tokens, attn_mask=mask, **self.terms)
+            out = cache.attend(*tokens, attn_mask=mask, backend=backend, **self.terms)
         for row, pad in enumerate(self.padding):
             low = max(first, pad)
             expected = self.expected[row, :, low:end]
@@ -318,3 +319,52 @@ def test_a_prompt_in_several_pieces_reads_what_single_tokens_read(
     right = torch.cat([single.attend(*(x[:, :, n : n + 1] for x in (q, k, v))) for n in range(120)], dim=2)
     assert_close(found[:, :, 21:], right[:, :, 21:])
     assert whole.state()[1].keys() == single.state()[1].keys()
+
+
+@pytest.mark.parametrize(
+    ("layout", "value_dim"),
+    [
+        (None, 136),
+        (sa.LevelLayout((24,), (512,)), 24),
+        (sa.LevelLayout.sliding((48, 16), (None, 300), value_ranks=(8, 32), sink_tokens=3), 40),
+        (sa.LevelLayout.halving((16, 8), context_length=1024), 16),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("heads", [1, 2, 3, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_groups_of_whole_vectors(layout, value_dim: int, size: int, heads: int, dtype: torch.dtype, built) -> None:
+    """Codes that a processor multiplies as integers, where it can."""
+    torch.manual_seed(0)
+    dim, length = sum(layout.ranks) if layout else 64, 500
+    q, k, v = (torch.randn(1, n, length, d).to(dtype) for n, d in ((2 * heads, dim), (2, dim), (2, value_dim)))
+    k = k * torch.randn(dim).exp().to(dtype) + 3  # channels of other sizes, as real keys have
+    for bits in ((4, 8), (8, 4)):
+        storage = sa.Storage(*bits, size, 20)
+        cache = sa.LevelCache(layout, storage=storage)
+        cache.append(k[:, :, :-2], v[:, :, :-2])
+        for at in (length - 2, length - 1):
+            step = slice(at, at + 1)
+            found = cache.attend(q[:, :, step], k[:, :, step], v[:, :, step])
+            wide = (x.float()[:, :, : at + 1] for x in (k, v))  # codes are read as float32
+            expected = attention(q.float()[:, :, step], *wide, layout, None, storage, at)
+            assert_close(found, expected.to(dtype))
+
+
+@torch.no_grad()
+def test_queries_of_any_size(built) -> None:
+    """Numbers that have no common unit as integers: none at all, very small ones, and such as are none."""
+    torch.manual_seed(0)
+    k, v = torch.randn(1, 1, 200, 16), torch.randn(1, 1, 200, 16)
+    storage = sa.Storage(4, 4, 64, 10)
+    for size in (0.0, 1e-36, 1e3, torch.inf, torch.nan):
+        q = torch.randn(1, 1, 1, 16) * torch.cat([torch.full((8,), size), torch.full((8,), 1e-38)])
+        cache = sa.LevelCache(None, storage=storage)
+        cache.append(k[:, :, :-1], v[:, :, :-1])
+        found = cache.attend(q, k[:, :, -1:], v[:, :, -1:])
+        expected = attention(q, k, v, None, None, storage, 199)
+        assert bool(found.isfinite().all()) == (size <= 1e3)
+        if size <= 1e3:
+            assert_close(found, expected)

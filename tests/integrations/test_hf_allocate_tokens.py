@@ -10,19 +10,14 @@ from structattn.errors import ConfigError
 from structattn.integrations.transformers import allocate, calibrate, level_cache, load_structurized, structurize
 from structattn.integrations.transformers.caches.model_cache import CACHE
 from structattn.integrations.transformers.calibration.record import Calibration
-from structattn.integrations.transformers.calibration.token_scores import (
-    GROUP,
-    RESIDUAL,
-    _plain_weights,
-    _shares,
-)
+from structattn.integrations.transformers.calibration.token_scores import WAYS, _plain_weights, _ways
 from structattn.integrations.transformers.masks.structured_mask import Sequences
 from structattn.integrations.transformers.variant import Variant
 from structattn.ops.terms import ScoreTerms
 
 transformers = pytest.importorskip("transformers")
 
-LAYERS, GROUPS, LENGTH, LONG = 2, 2, 256, 1024
+LAYERS, GROUPS, LENGTH, LONG = 2, 2, 1024, 4096
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +30,7 @@ def model():
         num_key_value_heads=GROUPS,
         intermediate_size=64,
         vocab_size=97,
-        max_position_embeddings=2048,
+        max_position_embeddings=8192,
         eos_token_id=None,
         initializer_range=0.2,
     )
@@ -44,7 +39,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def texts():
-    return torch.randint(97, (6, LENGTH), generator=torch.Generator().manual_seed(1))
+    return torch.randint(97, (4, LENGTH), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.fixture(scope="module")
@@ -54,23 +49,22 @@ def found(model, texts):
 
 @pytest.fixture(scope="module")
 def smaller(model, found):
-    return structurize(copy.deepcopy(model), allocate(found, compression=4, context_length=LONG))
+    return structurize(copy.deepcopy(model), allocate(found, compression=6, context_length=LONG))
 
 
 def _layer(cache, number):
     return [contents for _, contents in cache.layers[number].level_cache._kept.parts]
 
 
-def test_scores_predict_what_is_looked_back_at(model, texts, found) -> None:
+def test_scores_predict_what_is_looked_back_at(found) -> None:
     losses = found.tokens.losses
-    assert losses.shape == (LAYERS * GROUPS, GROUP + 1)
-    assert bool((losses[:, -1] == 0).all())
+    assert losses.shape == (LAYERS * GROUPS, len(WAYS))
     assert bool((losses[:, :-1] >= losses[:, 1:]).all())  # more tokens never lose more
     assert [scorer.shape for scorer in found.tokens.scorers] == [(GROUPS, 64 + 1)] * LAYERS
-    # By any other order, half of the tokens would lose half of what all lose.
-    assert bool((losses[:, GROUP // 2] < 0.5 * losses[:, 0]).all())
-    share = _shares(losses, 0.25).float().mean() / GROUP
-    assert float(share) == pytest.approx(0.25, abs=0.02)
+    half = WAYS.index((4, 8))
+    assert bool((losses[:, half] < 0.5 * losses[:, 0]).all())  # in any other order half of them lose half
+    shares = torch.tensor([keep / block for keep, block in WAYS])
+    assert 0.15 < float(shares[_ways(losses, 0.25)].mean()) <= 0.25
 
 
 def test_weights_are_those_of_the_score() -> None:
@@ -95,7 +89,7 @@ def test_the_scores_of_a_model_are_those_of_its_hidden_states(smaller, found, te
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("compression", [2.5, 6.0])
+@pytest.mark.parametrize("compression", [6.0, 10.0])
 def test_the_bytes_are_those_allocated(model, found, compression) -> None:
     chosen = allocate(found, compression=compression, context_length=LONG)
     assert compression * chosen.nbytes <= chosen.plain_nbytes
@@ -108,21 +102,19 @@ def test_the_bytes_are_those_allocated(model, found, compression) -> None:
     assert any(storage is not None and storage.keep is not None for storage in storages)
 
 
-def test_a_model_that_keeps_enough_predicts_what_it_did(model, found, texts) -> None:
-    """All tokens at first; later the loss that is expected, within a factor of three."""
-    chosen = allocate(found, compression=1.5, context_length=LENGTH, methods=("tokens",))
+@torch.no_grad()
+def test_a_model_loses_what_is_expected(model, found, texts) -> None:
+    """Within a factor of three; and a prompt attends to all of its tokens."""
+    chosen = allocate(found, compression=2, context_length=LENGTH, methods=("tokens",))
     changed = structurize(copy.deepcopy(model), chosen)
-    cache = level_cache(changed)
-    ids = texts[4:5]
-    with torch.no_grad():
-        plain, divergences = model(ids).logits[0].log_softmax(-1), []
-        logits = changed(ids[:, :LENGTH], **{CACHE: cache}).logits[0].log_softmax(-1)
-        assert torch.allclose(logits, plain, atol=1e-4)  # a prompt attends to all of its tokens
-        cache = level_cache(changed)
-        changed(ids[:, :200], **{CACHE: cache})
-        for at in range(200, LENGTH):
-            step = changed(ids[:, at : at + 1], **{CACHE: cache}).logits[0, 0].log_softmax(-1)
-            divergences.append(float((plain[at].exp() * (plain[at] - step)).sum()))
+    ids = texts[3:]
+    plain = model(ids).logits[0].log_softmax(-1)
+    assert torch.allclose(changed(ids, **{CACHE: level_cache(changed)}).logits[0].log_softmax(-1), plain, atol=1e-3)
+    cache, divergences = level_cache(changed), []
+    changed(ids[:, :900], **{CACHE: cache})
+    for at in range(900, LENGTH):
+        step = changed(ids[:, at : at + 1], **{CACHE: cache}).logits[0, 0].log_softmax(-1)
+        divergences.append(float((plain[at].exp() * (plain[at] - step)).sum()))
     measured = sum(divergences) / len(divergences)
     assert chosen.expected_loss / 3 < measured < 3 * chosen.expected_loss
 
@@ -132,7 +124,7 @@ def test_a_saved_model_and_its_cache_go_on(smaller, found, texts, tmp_path) -> N
     read = Calibration.load(tmp_path / "found.safetensors")
     assert torch.equal(read.tokens.losses, found.tokens.losses)
     assert all(map(torch.equal, read.tokens.scorers, found.tokens.scorers))
-    prompt = texts[:2, :220]
+    prompt = texts[:2, :980]
     tokens = smaller.generate(prompt, max_new_tokens=60, do_sample=False)
     smaller.save_pretrained(tmp_path / "model")
     for loaded in (
@@ -151,10 +143,10 @@ def test_a_saved_model_and_its_cache_go_on(smaller, found, texts, tmp_path) -> N
 
 def test_speculative_decoding_takes_tokens_back(smaller, model, texts) -> None:
     """Its calls are other calls, so that its tokens need not be those of greedy decoding; but most are."""
-    prompt = texts[:1, :150]
+    prompt = texts[:1, :800]
     assistant = copy.deepcopy(model)
     assisted = smaller.generate(prompt, max_new_tokens=60, do_sample=False, assistant_model=assistant)
-    assert assisted.shape == (1, 210)
+    assert assisted.shape == (1, 860)
     assert torch.equal(
         assisted, smaller.generate(prompt, max_new_tokens=60, do_sample=False, assistant_model=assistant)
     )
@@ -171,10 +163,10 @@ def test_what_cannot_be_is_refused(smaller, model, found, texts) -> None:
     with pytest.raises(ConfigError, match="does not remember which they are"):
         smaller(texts[:1, :1], output_attentions=True, **{CACHE: cache})
     with pytest.raises(ConfigError, match="nothing scores them"):
-        structurize(copy.deepcopy(model), "standard", storage=sa.Storage(4, 4, residual=RESIDUAL, keep=8))
+        structurize(copy.deepcopy(model), "standard", storage=sa.Storage(4, 4, residual=64, keep=64))
     plain = structurize(copy.deepcopy(model), "standard")
     with pytest.raises(ConfigError, match="layer 0 of this model has no token scores"):
-        plain(texts[:1], **{CACHE: level_cache(plain, storage=sa.Storage(4, 4, keep=8))})
+        plain(texts[:1], **{CACHE: level_cache(plain, storage=sa.Storage(4, 4, residual=64, keep=64))})
     short = calibrate(model, [texts[:, :100]], methods=("tokens", "bits"))
     assert short.tokens is None
     with pytest.raises(ConfigError, match="has not measured tokens"):

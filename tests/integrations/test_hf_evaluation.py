@@ -1,5 +1,6 @@
 """``evaluate_cache``: losses, recall, bytes and times of a model through its cache."""
 
+import contextlib
 import functools
 import math
 import re
@@ -14,6 +15,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 import structattn as sa
 from structattn.errors import ConfigError, DataError, GenerationError
 from structattn.integrations.transformers import evaluate_cache, level_cache, structurize
+from structattn.integrations.transformers.caches.model_cache import CACHE
 from structattn.integrations.transformers.evaluation.kept import cache_nbytes
 from structattn.integrations.transformers.evaluation.retrieval import TASKS, retrieval_prompts
 from structattn.integrations.transformers.evaluation.scores import CacheScores, Estimate, Recall, student_t
@@ -117,6 +119,44 @@ def test_what_a_cache_has_forgotten_is_not_recalled() -> None:
         assert shares(scores) == {(task, at): at == distance == 100 for task in tasks for at in (100, 250)}
 
 
+def keeping(last, model):
+    """As the presses of kvpress: a context in which a prefill leaves the last tokens in the cache."""
+
+    @contextlib.contextmanager
+    def press(pressed):
+        assert pressed is model
+
+        def hook(module, args, kwargs, output):
+            layer = kwargs[CACHE].layers[module.layer_idx]
+            layer.keys, layer.values = layer.keys[:, :, -last:], layer.values[:, :, -last:]
+
+        hooks = [x.self_attn.register_forward_hook(hook, with_kwargs=True) for x in model.model.layers]
+        try:
+            yield
+        finally:
+            for handle in hooks:
+                handle.remove()
+
+    return press
+
+
+def test_a_press_shortens_the_context_and_positions_stay() -> None:
+    torch.manual_seed(0)
+    model, text = models.llama().double().eval(), random_text()
+    plain = evaluate_cache(model, dynamic(model), text, **SMALL)
+    same = evaluate_cache(model, dynamic(model), text, **SMALL, press=keeping(60, model))
+    assert same.losses == pytest.approx(plain.losses)
+    half = evaluate_cache(model, dynamic(model), text, **SMALL, press=keeping(30, model))
+    assert half.losses != pytest.approx(plain.losses)
+    assert half.nbytes == plain.nbytes // 65 * 35  # no token that follows is dropped
+
+    model = looking_back(100)
+    options = {"context_length": 300, "num_windows": 1, "num_steps": 2, "num_prompts": 3, "distances": (100,)}
+    for last, share in ((150, 1), (50, 0)):
+        scores = evaluate_cache(model, dynamic(model), letters(), **options, press=keeping(last, model))
+        assert scores.recall_of("copy") == share
+
+
 def test_bytes_of_our_cache_are_its_own() -> None:
     model, text = structurize(models.llama().double().eval(), "standard"), random_text()
     made = []
@@ -196,8 +236,10 @@ def test_needles_are_where_the_distance_says(begins) -> None:
         assert number.isdigit()
         assert context.count(number) == 1
         assert 0 < behind.index(number) < 80
-        keys = {"pass key": 1, "several keys": 4, "similar keys": 6, "variables": 1}[prompt.task]
+        keys = {"pass key": 1, "several keys": 4, "similar keys": 6, "several values": 3, "variables": 1}[prompt.task]
         assert len(re.findall(r"\d{5}", context)) == keys
+        if prompt.task == "several values":
+            assert answer == ", ".join(re.findall(r"\d{5}", context))
         if prompt.task == "variables":
             assert answer[:-5] in behind
     assert len({tuple(x.query.tolist()) for x in prompts}) > len(prompts) - 5
@@ -236,6 +278,7 @@ def test_bad_input_says_what_to_do() -> None:
     refused(ConfigError, "a function that makes an empty cache, .* got a DynamicCache", new=new())
     used = new()
     refused(ConfigError, "got one with 65 tokens", new=lambda: used)
+    refused(ConfigError, "makes a context manager, such as a press of kvpress, got 0.5", press=0.5)
     refused(ConfigError, "num_steps must be", num_steps=0)
     refused(ConfigError, "seed must be", seed=-1)
     refused(ConfigError, "unknown task 'passkey': did you mean 'pass key'", tasks=("passkey",))

@@ -351,22 +351,29 @@ import triton
 from structattn.ops.triton import cached_attention as host
 from structattn.ops.triton.cached_decode import cached_kernel as kernel
 
-def shared(ranks, value_ranks, name, itemsize, rows, ring, softcap, masked, has_slopes=False):
+def shared(ranks, value_ranks, name, itemsize, rows, ring, softcap, masked, has_slopes=False, bits=16, paged=False):
     tiles = host.tiles_for(ranks, value_ranks, itemsize, rows, masked)
-    levels, x, strides = len(ranks), "*" + name, ("i32",) * 3
+    levels, parts, x, strides = len(ranks), len(value_ranks), "*" + name, ("i32",) * 3
+    of_codes = (x,) * 4 if bits == 16 else ("*u8", "*fp16", "*fp16", "*i64" if paged else "*u8")
     constants = {
         "RANKS": ranks, "VALUE_RANKS": value_ranks, "SCALES": (1 / 3,) * levels, "FACTORS": (0.5,) * levels,
         "ALIGNS": (16,) * levels, "MULTIPLES": (16,) * levels, "RINGS": (ring,) * levels,
+        "VALUE_ALIGNS": (16,) * parts, "VALUE_RINGS": (ring,) * parts, "VALUE_OF": tuple(range(parts)),
+        "CODES": tuple((bits, (rank * 8 * bits, rank), ring, paged) for rank in ranks),
+        "VALUE_CODES": tuple((bits, (rank * 8 * bits, 64), ring, paged) for rank in value_ranks),
+        "GROUP": 0 if bits == 16 else 64, "RUN": host.run_of(tiles, 64),
         "OWN": tiles.own, "WALK": tiles.walk, "SOFTCAP": softcap,
     }
     constants |= ({} if masked else {"mask": None}) | ({} if has_slopes else {"slopes": None})
     types = {
-        "q": x, "keys": (x,) * levels, "values": (x,) * len(value_ranks),
-        "starts": "*i32", "counts": "*i64", "slopes": "*fp32",
-        "partial": "*fp32", "partial_lse": "*fp32", "key_strides": (strides,) * levels,
-        "value_strides": (strides,) * len(value_ranks), "capacities": ("i32",) * levels,
-        "mask": "*u8",
+        "q": x, "keys": (x,) * levels, "values": (x,) * parts, "key_codes": (of_codes,) * levels,
+        "value_codes": (of_codes,) * parts, "starts": "*i32", "counts": "*i64", "blocks": "*i32", "edges": "*i32",
+        "slopes": "*fp32", "partial": "*fp32", "partial_lse": "*fp32", "mask": "*u8",
+        "key_strides": (strides,) * levels, "value_strides": (strides,) * parts,
     }
+    for side, count in (("key", levels), ("value", parts)):
+        types |= {side + "_slots": ("i32",) * count, side + "_rings": ("i32",) * count}
+    types |= {"capacities": ("i32",) * levels, "value_capacities": ("i32",) * parts}
     signature, attributes = {}, {}
     def aligned(kind, path):
         if isinstance(kind, tuple):
@@ -382,13 +389,16 @@ def shared(ranks, value_ranks, name, itemsize, rows, ring, softcap, masked, has_
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     ptx = compiled.asm["ptx"]  # copies of 16 bytes (cg) ahead of their use, and none narrower (ca)
-    assert "cp.async.cg.shared.global" in ptx and (itemsize == 4 or "cp.async.ca.shared.global" not in ptx)
+    narrow = "cp.async.ca.shared.global" in ptx
+    assert "cp.async.cg.shared.global" in ptx and (itemsize == 4 or bits < 16 or not narrow)
     return compiled.metadata.shared
 
 print(max(
     shared((8,) * 8, (64,), "bf16", 2, 1, False, 0.0, False, True),
     shared((64, 32, 32), (64, 32, 32), "fp16", 2, 32, True, 50.0, True),
     shared((1, 5, 122), (128,), "fp32", 4, 1, False, 0.0, False),
+    shared((64,), (64,), "bf16", 2, 4, False, 0.0, False, bits=4),
+    shared((64, 32, 32), (64, 32, 32), "fp16", 2, 1, True, 50.0, True, bits=8, paged=True),
 ))
 """
 

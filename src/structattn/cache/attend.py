@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from structattn.cache import decode
 from structattn.cache.decode import Columns, KeyValueView
+from structattn.cache.storage import GroupStore
 from structattn.errors import BackendUnavailableError
 from structattn.layout.heads import AnyLayout
 from structattn.ops import Backend, structured_attention
@@ -20,6 +22,9 @@ from structattn.ops.chunks import chunked_attention
 from structattn.ops.joined_softmax import joined_softmax
 from structattn.ops.reference import with_sinks
 from structattn.ops.terms import ScoreTerms, all_but
+
+if TYPE_CHECKING:
+    from structattn.ops.triton.cached_attention import GroupCodes
 
 # The terms that the fused kernel does not compute; sinks are added to its output.
 _NOT_FUSED = all_but("scale", "softcap", "sinks", "attn_mask", "alibi_slopes")
@@ -116,6 +121,7 @@ def why_not_fused(q: Tensor, view: KeyValueView, options: ScoreTerms) -> str | N
         num_queries=q.shape[2],
         capacity=max(store.capacity for store in view.keys),
         masked=options.attn_mask is not None,
+        group_size=view.storage.group_size if view.storage is not None and any(view.value_groups) else None,
     )
 
 
@@ -134,7 +140,18 @@ def fused_attention(q: Tensor, view: KeyValueView, options: ScoreTerms) -> Tenso
         return decode.attention(q, view, options)
     first = [[level.first_needed(at, row) for row, at in positions] for level in softmax.levels]
     held = [[at + 1 - start for (_, at), start in zip(positions, of_level, strict=True)] for of_level in first]
-    starts, counts = torch.tensor([first, held], dtype=torch.int32).to(q.device, non_blocking=True)
+    of_blocks = [[level.start(at, row) for row, at in positions] for level in softmax.levels]
+    edges = [0 if view.storage is None else view.storage.first_exact(at) for _, at in positions]
+    numbers = torch.tensor([*first, *held, *of_blocks, edges], dtype=torch.int32).to(q.device, non_blocking=True)
+    starts, counts, blocks = numbers[:-1].chunk(3)
+    quantized = None
+    if view.storage is not None and any(edges):
+        quantized = triton_cached.Quantized(
+            group_size=view.storage.group_size,
+            edges=numbers[-1],
+            keys=[_group_codes(groups) for groups in view.key_groups],
+            values=[_group_codes(groups) for groups in view.value_groups],
+        )
     sizes, is_chunked = softmax.layout.block_sizes, softmax.levels[0].chunk_size is not None
     out, lse = triton_cached.decode(
         q,
@@ -147,12 +164,28 @@ def fused_attention(q: Tensor, view: KeyValueView, options: ScoreTerms) -> Tenso
         softcap=options.softcap,
         mask=options.attn_mask,
         slopes=options.slopes,
+        blocks=blocks,
+        value_rings=[store.ring for store, _ in view.values],
+        quantized=quantized,
         multiples=(0, *sizes[1:]) if sizes and not softmax.slides and not is_chunked else None,
         max_count=max(held[0]),
     )
     if view.sink_keys:
         out, lse = _with_sink_tokens(q, view, options, out, lse)
     return out if options.sinks is None else with_sinks(out, lse, options.sinks.detach())[0]
+
+
+def _group_codes(groups: GroupStore | None) -> GroupCodes | None:
+    """What the fused kernel reads of quantized tokens, if there are any. Pages to which others are added are
+    found by a table from the first one on, so that the kernel need not be compiled again.
+    """
+    from structattn.ops.triton.cached_attention import GroupCodes
+
+    if groups is None or not groups.pages:
+        return None
+    codes, scale, zero = groups.pages[0]
+    table = None if codes.shape[2] == groups.longest else groups.places()
+    return GroupCodes(codes=codes, scale=scale, zero=zero, bits=groups.format.bits, ring=groups.ring, table=table)
 
 
 def _with_sink_tokens(

@@ -14,7 +14,7 @@ from structattn.cache.attend import over_dense
 from structattn.cache.contents import Contents, TokenShape
 from structattn.cache.levels import Level
 from structattn.cache.over_quantized import check_no_gradient
-from structattn.cache.storage import FIRST_TOKENS, LevelStore, Storage
+from structattn.cache.storage import FIRST_TOKENS, PAGE_SIZE, LevelStore, Storage
 from structattn.errors import CacheError, CheckpointError, ConfigError, ShapeError
 from structattn.ops import Backend
 from structattn.ops.checks import autocasted
@@ -39,11 +39,12 @@ class _Return:
 
 
 class ChosenTokens:
-    """The contents of key heads whose ``Storage`` has ``keep``: the tokens of a group that has left the
-    residual stay or go, for each head and row by its own scores.
+    """The contents of key heads whose ``Storage`` has ``keep``: the tokens of a block that is no longer
+    recent stay or go, for each head and row by its own scores.
 
     The tokens that are kept lie side by side in a plain ``Contents``, in their order, before all that are not
-    decided on yet: it never knows of the others. So its steps and its codes are those of a shorter cache.
+    decided on yet: it never knows of the others. So its steps and its codes are those of a shorter cache. Of
+    each block whole groups are kept, so that the codes of later tokens only move.
 
     The methods are those of ``Contents``; ``set_scores`` is given the scores of new tokens before they are
     appended.
@@ -55,7 +56,7 @@ class ChosenTokens:
         **options: others of ``Contents``, which has plain attention.
 
     Attributes:
-        decided: tokens before this position are chosen; a multiple of the group size.
+        decided: tokens before this position are chosen; a multiple of the block.
 
     Raises:
         ConfigError: there is padding.
@@ -71,14 +72,13 @@ class ChosenTokens:
     ) -> None:
         if padding is not None and any(padding):
             raise ConfigError(
-                f"a cache that keeps {storage.keep} of {storage.group_size} tokens takes rows without padding, got "
+                f"a cache that keeps {storage.keep} of {storage.block} tokens takes rows without padding, got "
                 f"left padding {padding}: give prompts of one length, or one at a time"
             )
         assert storage.keep is not None
         self.storage, self.keep = storage, storage.keep
-        if options["max_length"] is not None:  # the tokens that may still be chosen, too
-            open_tokens = FIRST_TOKENS + storage.residual + storage.group_size
-            options["max_length"] = self._of_kept(options["max_length"]) + open_tokens
+        if options["max_length"] is not None:
+            options["max_length"] = self._of_kept(options["max_length"]) + storage.recent + 2 * storage.block
         options["page_size"] = self._of_kept(options["page_size"])
         self.kept = Contents(shape, layout=None, padding=None, storage=replace(storage, keep=None), **options)
         self.padding = padding
@@ -89,8 +89,7 @@ class ChosenTokens:
 
     def _of_kept(self, tokens: int) -> int:
         """How many of that many tokens are kept, in whole groups."""
-        size = self.storage.group_size
-        return max(1, -(-tokens // size * self.keep // size)) * size
+        return max(self.storage.group_size, tokens // self.storage.block * self.keep)
 
     @property
     def shape(self) -> TokenShape:
@@ -100,12 +99,8 @@ class ChosenTokens:
     @property
     def _chosen(self) -> int:
         """Tokens that are kept of those that are decided on."""
-        return self.decided // self.storage.group_size * self.keep + (self._extra if self.decided else 0)
-
-    @property
-    def _extra(self) -> int:
-        """First tokens that stay besides."""
-        return min(FIRST_TOKENS, self.storage.group_size - self.keep)
+        of_first = self.storage.group_size if self.keep == 0 and self.decided else 0
+        return self.decided // self.storage.block * self.keep + of_first
 
     @property
     def _open(self) -> int:
@@ -148,7 +143,7 @@ class ChosenTokens:
         scores, self._new = self._new, None
         if scores is None:
             raise ConfigError(
-                f"a cache that keeps {self.keep} of {self.storage.group_size} tokens needs token_scores, (batch, heads "
+                f"a cache that keeps {self.keep} of {self.storage.block} tokens needs token_scores, (batch, heads "
                 "of keys, tokens), with new tokens: structurize(model, allocate(...)) makes them"
             )
         shape = self.shape
@@ -162,7 +157,7 @@ class ChosenTokens:
         """Writes the scores of open tokens from number ``first`` on."""
         end = first + scores.shape[2]
         if self._scores.dim() < 3 or self._scores.shape[2] < end:
-            shape, size = self.shape, max(end, self.storage.residual + self.storage.group_size)
+            shape, size = self.shape, max(end, self.storage.recent + self.storage.block)
             with torch.inference_mode(False):
                 grown = torch.zeros((shape.batch, shape.keys[0], size), device=shape.device)
             if first:
@@ -170,50 +165,51 @@ class ChosenTokens:
             self._scores = grown
         self._scores[:, :, first:end] = scores
 
-    def _open_numbers(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of the open tokens, (B, G, n, dim), as the model made them."""
-        first, end = self._chosen, self.kept.length
-        found = []
-        for store, _ in self.kept.stores():
-            found.append(store.read(slice(None), first, end, 0).transpose(2, 3).clone())
-        k, v = found
-        return k, v
-
-    def _choose(self, k: Tensor, v: Tensor, scores: Tensor) -> None:
-        """Decides on the groups that have left the residual.
+    def _places(self, scores: Tensor, block: int) -> Tensor:
+        """Which tokens of a block stay, (B, G, n), ascending.
 
         Args:
-            k, v: of all open tokens, (B, G, n, dim), which follow what is chosen.
-            scores: of these, (B, G, n).
+            scores: (B, G, block).
+            block: its number.
         """
-        size = self.storage.group_size
-        count = max(0, (k.shape[2] - self.storage.residual) // size)
-        ends = count * size
-        of_groups = scores[:, :, :ends].unflatten(2, (count, size)).clone()
-        extra = self._extra if self.decided == 0 else 0
-        picks = []
-        if extra and count:  # the first group keeps the first tokens besides
-            of_groups[:, :, 0, :extra] = torch.inf
-            picks.append(_highest(of_groups[:, :, :1], self.keep + extra).flatten(2))
-            of_groups = of_groups[:, :, 1:]
-        offsets = torch.arange(len(picks), count, device=k.device)[:, None] * size
-        picks.append((_highest(of_groups, self.keep) + offsets).flatten(2))
+        if block == 0 and self.keep == 0:
+            return torch.arange(self.storage.group_size, device=scores.device).expand(*scores.shape[:2], -1)
+        if block == 0:
+            scores = scores.clone()
+            scores[:, :, :FIRST_TOKENS] = torch.inf
+        # A stable sort: of equal scores the first ones stay, on every machine.
+        order = scores.argsort(dim=-1, descending=True, stable=True)
+        return order[..., : self.keep].sort(dim=-1).values
+
+    def _append_first(self, k: Tensor, v: Tensor, scores: Tensor) -> None:
+        """Appends many tokens to none, of which only those that stay are ever quantized."""
+        size = self.storage.block
+        ends = max(0, (k.shape[2] - self.storage.recent) // size) * size
+        picks = [self._places(scores[:, :, at : at + size], at // size) + at for at in range(0, ends, size)]
         rest = torch.arange(ends, k.shape[2], device=k.device).expand(*k.shape[:2], -1)
         index = torch.cat([*picks, rest], dim=2)
-        chosen_k, chosen_v = (x.gather(2, index[..., None].expand(-1, -1, -1, x.shape[3])) for x in (k, v))
-        if self._open:
-            self.kept.forget(self._chosen)
-        self.decided += ends
-        self.kept.append(chosen_k, chosen_v)
+        self.decided = ends
+        self.kept.append(_taken(k, index), _taken(v, index))
         self._store_scores(0, scores[:, :, ends:])
+
+    def _decide(self) -> None:
+        """Decides on the blocks that are no longer recent."""
+        while self._is_due:
+            size, first = self.storage.block, self._chosen
+            places = self._places(self._scores[:, :, :size], self.decided // size)
+            k, v = self.kept.read_plain(first, first + size)
+            scores = self._scores[:, :, size : self._open].clone()
+            self.kept.replace_plain(first, first + size, _taken(k, places), _taken(v, places))
+            self.decided += size
+            self._store_scores(0, scores)
 
     @property
     def _is_due(self) -> bool:
-        return self._open >= self.storage.residual + self.storage.group_size
+        return self._open >= self.storage.recent + self.storage.block
 
     def _is_short(self, count: int) -> bool:
         """Whether that many new tokens are decided on by later calls."""
-        return self._open + count <= self.storage.residual + self.storage.group_size
+        return self._open + count <= self.storage.recent + self.storage.block
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """Adds tokens, whose scores were set."""
@@ -225,17 +221,17 @@ class ChosenTokens:
             self._append_many(k, v, scores)
 
     def _append_many(self, k: Tensor, v: Tensor, scores: Tensor) -> None:
-        open_tokens = self._open
-        if self._mark is not None:  # what crop takes away, the mark of the contents does not bring back
+        if self._mark is not None:  # what replaces others, the mark of the contents does not bring back
             self._mark = replace(self._mark, scores=self._scores.clone())
             self.kept.undo()
             before, self.kept = self.kept, copy.deepcopy(self.kept)
             before.set_mark()
-        if open_tokens:
-            held_k, held_v = self._open_numbers()
-            k, v = torch.cat([held_k, k], dim=2), torch.cat([held_v, v], dim=2)
-            scores = torch.cat([self._scores[:, :, :open_tokens], scores], dim=2)
-        self._choose(k, v, scores)
+        if self.length == 0:
+            self._append_first(k, v, scores)
+            return
+        self._store_scores(self._open, scores)
+        self.kept.append(k, v)
+        self._decide()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: ScoreTerms, backend: Backend) -> Tensor:
         """Appends new tokens and computes their attention, over each other and over what is kept.
@@ -245,7 +241,7 @@ class ChosenTokens:
         """
         if options.attn_mask is not None or options.alibi_slopes is not None:
             raise ConfigError(
-                f"a cache that keeps {self.keep} of {self.storage.group_size} tokens does not know masks and biases of "
+                f"a cache that keeps {self.keep} of {self.storage.block} tokens does not know masks and biases of "
                 "positions: leave attn_mask and alibi_slopes away"
             )
         check_no_gradient(q, k, v, options)
@@ -274,14 +270,14 @@ class ChosenTokens:
     def weights(self, q: Tensor, k: Tensor, options: ScoreTerms) -> Tensor:
         """Raises ``ConfigError``: which tokens are kept is not remembered."""
         raise ConfigError(
-            f"a cache that keeps {self.keep} of {self.storage.group_size} tokens does not remember which they are: "
+            f"a cache that keeps {self.keep} of {self.storage.block} tokens does not remember which they are: "
             "leave output_attentions away"
         )
 
     def dense_keys(self, k: Tensor) -> Tensor:
         """As ``weights``."""
         raise CacheError(
-            f"a cache that keeps {self.keep} of {self.storage.group_size} tokens has no dense keys and values: it does "
+            f"a cache that keeps {self.keep} of {self.storage.block} tokens has no dense keys and values: it does "
             "not remember which they are"
         )
 
@@ -290,9 +286,8 @@ class ChosenTokens:
     def set_mark(self) -> None:
         """Marks the point to which ``undo`` returns, after it has decided on what is due."""
         if self._is_due:
-            k, v = self._open_numbers()
             self._mark = None
-            self._choose(k, v, self._scores[:, :, : self._open].clone())
+            self._decide()
         self.kept.set_mark()
         self._mark = _Return(self.kept, self.decided, None)
 
@@ -358,7 +353,7 @@ class ChosenTokens:
         *quantized, (decided, first) = plain["quantized"]
         tensors = dict(tensors)
         scores = tensors.pop(f"group {len(quantized)} {_SCORES}", None)
-        length, size = plain["length"], self.storage.group_size
+        length, size = plain["length"], self.storage.block
         if len(decided) != 1 or list(first) != [0] or decided[0] % size or not 0 <= decided[0] <= length:
             raise CheckpointError(
                 f"tokens before a multiple of {size} of {length} are chosen, got {tuple(decided)} and {tuple(first)}"
@@ -372,8 +367,27 @@ class ChosenTokens:
         self._store_scores(0, scores)
 
 
-def _highest(scores: Tensor, count: int) -> Tensor:
-    """The places of the ``count`` highest scores of each group (..., size), ascending."""
-    # A stable sort: of equal scores the first ones stay, on every machine.
-    order = scores.argsort(dim=-1, descending=True, stable=True)
-    return order[..., :count].sort(dim=-1).values
+def _taken(x: Tensor, places: Tensor) -> Tensor:
+    """Tokens (B, G, n, dim) at places (B, G, n) of x (B, G, S, dim)."""
+    return x.gather(2, places[..., None].expand(-1, -1, -1, x.shape[3]))
+
+
+def chosen_places(storage: Storage, scores: Tensor) -> Tensor:
+    """The places of the tokens of a prompt that are kept for the next one, (B, 1, n), of their scores (B, 1,
+    T).
+
+    Args:
+        storage: with ``keep``.
+    """
+    batch, _, length = scores.shape
+    places = torch.arange(length, device=scores.device, dtype=torch.float64).expand(batch, 1, -1)[..., None]
+    chosen = ChosenTokens(
+        TokenShape(batch, (1, 1), (1, 1), places.dtype, places.device),
+        storage=replace(storage, key_bits=16, value_bits=16),
+        **{"padding": None, "window": None, "chunk_size": None, "max_length": None, "latent": None},
+        page_size=PAGE_SIZE,
+    )
+    chosen.set_scores(scores)
+    chosen.append(places, places)
+    chosen.set_mark()  # decides on what is due
+    return chosen.kept.dense_values(places[:, :, :0])[..., 0].long()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from structattn.cache import native_decode
-from structattn.cache.attend import over_dense, over_view
+from structattn.cache.attend import over_dense, over_view, why_not_fused
 from structattn.cache.decode import KeyValueView
 from structattn.cache.latent import Latent
 from structattn.cache.levels import (
@@ -633,6 +633,8 @@ class Contents:
                 out = step.attend(q, kept_k, kept_v, options.scale, self.length, self._overwritten)
                 self.length += 1
                 return out
+            if self._is_fused(q, options, backend):
+                return self._by_runs(q, kept_k, kept_v, options, "triton")
             keys, values = self.dense_keys(kept_k), self.dense_values(kept_v)
             out = self._over_quantized(q, keys, values, values, self.layout, options, backend)
             self._append(kept_k, kept_v)
@@ -642,14 +644,18 @@ class Contents:
             out = self._over_dense(q, self._all_keys(k), values, self.layout, options, backend)
             self.append(kept_k, kept_v)
             return out
+        return self._by_runs(q, kept_k, kept_v, options, backend)
+
+    def _by_runs(self, q: Tensor, k: Tensor, v: Tensor, options: ScoreTerms, backend: Backend) -> Tensor:
+        """Appends new tokens and computes their attention straight from the pages, run by run."""
         runs, num_keys = self.runs(q.shape[2]), self.length + q.shape[2]
         if len(runs) == 1:
             of_run = options.of_queries(0, q.shape[2], q.shape[2], num_keys)
-            return self._decoded(q, kept_k, kept_v, of_run, backend)
+            return self._decoded(q, k, v, of_run, backend)
         outs = []
         for first, end in runs:
             of_run = options.of_queries(first, end, q.shape[2], num_keys)
-            query, key, value = (x[:, :, first:end] for x in (q, kept_k, kept_v))
+            query, key, value = (x[:, :, first:end] for x in (q, k, v))
             outs.append(self._decoded(query, key, value, of_run, backend))
         return torch.cat(outs, dim=2)
 
@@ -813,6 +819,28 @@ class Contents:
         is_past_padding = self.length >= self.most_padding
         return backend in ("auto", "triton") and q.shape[2] <= _FEW_TOKENS and is_past_padding and not makes_keys
 
+    def _is_fused(self, q: Tensor, options: ScoreTerms, backend: Backend) -> bool:
+        """Whether the fused kernel decodes new tokens over quantized ones: where it can, and every row has a
+        token besides sink tokens.
+        """
+        if not (backend == "triton" or (backend == "auto" and q.is_cuda)) or q.shape[2] > _FEW_TOKENS:
+            return False
+        sinks = 0 if self.sinks is None else self.sinks.layout.sink_tokens
+        if self.length < self.most_padding + max(1, sinks) or torch.compiler.is_compiling():
+            return False
+        for first, end in self.runs(q.shape[2]):
+            for row, _, pad in self.rows:
+                position = self.length + end - 1 - pad
+                for store, level in zip(
+                    (*self.keys, *self.values), (*self.key_levels, *self.value_levels), strict=True
+                ):
+                    slots = position + 1 - level.start(position, row) if store.ring is None else store.ring
+                    if store.capacity < min(slots, position + 1):
+                        return False  # another page would be allocated
+            if why_not_fused(q[:, :, first:end], self.view(), options) is not None:
+                return False
+        return True
+
     def _all_keys(self, k: Tensor) -> Tensor:
         """The keys of all tokens, with the new ones at the end: from keys, or made from hidden states."""
         state = k if self.length == 0 else self.dense_keys(k)
@@ -872,22 +900,15 @@ class Contents:
     def crop(self, length: int) -> None:
         """Forgets all tokens but the first ``length``; see ``LevelCache.crop``."""
         self.check_crop(length)
-        self.forget(length)
-        after = [max(0, length - pad) for _, _, pad in self.rows]
-        for groups, level in self.groups:  # what is seen exactly again is quantized again, to the same numbers
-            exact = map(level.storage.first_exact, after)
-            groups.end = [min(end, first) for end, first in zip(groups.end, exact, strict=True)]
-
-    def forget(self, length: int) -> None:
-        """Forgets all tokens but the first ``length``, after which at least as many follow at once as are in
-        the residual. So whole groups that are quantized stay so.
-        """
         for stored in self.stores():
             store, _ = stored
             store.lost = [max(0, min(length - pad, self._oldest(*stored, row, pad))) for row, _, pad in self.rows]
-        for groups, _ in self.groups:
+        for groups, level in self.groups:  # what is seen exactly again is quantized again, to the same numbers
             size, after = groups.format.group_size, [max(0, length - pad) for _, _, pad in self.rows]
-            groups.end = [min(end, at // size * size) for end, at in zip(groups.end, after, strict=True)]
+            groups.end = [
+                min(end, level.storage.first_exact(position), position // size * size)
+                for end, position in zip(groups.end, after, strict=True)
+            ]
         self.length = length
         if self.text is not None and isinstance(self.layout, LevelLayout) and self.layout.boundaries is not None:
             pads = self.padding or (0,) * len(self.layout.boundaries)
@@ -897,6 +918,49 @@ class Contents:
             )
             self.layout = replace(self.layout, boundaries=cut)
             self._set_levels()
+
+    def read_plain(self, first: int, end: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of positions first ... end - 1 of plain attention over rows at one position, (B, G,
+        n, dim), as a query reads them that is much later.
+        """
+        found = []
+        for store, groups in ((self.keys[0], self.key_groups[0]), (self.values[0], self.value_groups[0])):
+            if groups is None:
+                found.append(store.read(slice(None), first, end, 0).transpose(2, 3).clone())
+            else:
+                size = groups.format.group_size
+                x = groups.read(slice(None), first // size, end // size, 0, self.shape.dtype)
+                found.append(x)
+        k, v = found
+        return k, v
+
+    def replace_plain(self, first: int, end: int, k: Tensor, v: Tensor) -> None:
+        """Puts fewer tokens in the place of positions first ... end - 1, of plain attention over rows at one
+        position. Where numbers are quantized these are whole groups, and all of their numbers were. What
+        follows moves up and stays what it is.
+
+        Args:
+            k, v: (B, G, n, dim).
+        """
+        shift, self._step = end - first - k.shape[2], None
+        moves = []
+        for store, level, groups, x in (
+            (self.keys[0], self.key_levels[0], self.key_groups[0], k),
+            (self.values[0], self.value_levels[0], self.value_groups[0], v),
+        ):
+            if groups is None:
+                moved = store.read(slice(None), end, self.length, 0).transpose(2, 3)
+                moves.append((store, torch.cat([x, moved], dim=2), first))
+                continue
+            assert groups.end[0] >= end
+            size, held = groups.format.group_size, max(end, self._oldest(store, level, 0, 0))
+            of_groups = groups.format.of_tokens(x, range(x.shape[2] // size), 0)
+            groups.replace(first // size, end // size, of_groups)
+            moves.append((store, store.read(slice(None), held, self.length, 0).transpose(2, 3).clone(), held - shift))
+            store.lost = [held - shift]
+        self.length -= shift
+        for store, x, at in moves:
+            store.write(x, slice(None), at, 0)
 
     def check_crop(self, length: int) -> None:
         """Raises what ``crop`` would raise, and changes nothing."""
@@ -946,6 +1010,7 @@ class Contents:
             step
             for step in range(1, count)
             if is_single
+            or any(self._reads_more(self.length + step - pad) for _, pad in pads)
             or any(
                 level.start(at, row) == at
                 for row, pad in pads
@@ -955,6 +1020,12 @@ class Contents:
         ]
         return list(pairwise([0, *edges, count]))
 
+    def _reads_more(self, position: int) -> bool:
+        """Whether a query at a position reads more tokens as codes than the one before it."""
+        if self.storage is None or not self.is_quantized:
+            return False
+        return self.storage.first_exact(position) > self.storage.first_exact(position - 1)
+
     def view(self) -> KeyValueView:
         """What a decoding step reads; the last tokens lie in one block of every level of every row."""
         return KeyValueView(
@@ -963,6 +1034,9 @@ class Contents:
             values=list(zip(self.values, self.value_levels, strict=True)),
             sink_keys=self.sink_keys,
             sink_values=self.sink_values,
+            key_groups=self.key_groups,
+            value_groups=self.value_groups,
+            storage=self.storage if self.is_quantized else None,
             latent=self.latent,
             positions=[(row, self.length - 1 - pad) for row, _, pad in self.rows],
             factors_by_scale=self._factors,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from structattn.cache.latent import Latent
 from structattn.cache.levels import Level, Softmax
-from structattn.cache.storage import LevelStore
+from structattn.cache.storage import GroupStore, LevelStore, Storage
 from structattn.ops.terms import ScoreTerms
 
 
@@ -31,6 +31,9 @@ class KeyValueView:
             batch; the position is at least 0.
         factors_by_scale: what ``factors`` has made.
         columns: what was made for these positions; views of layers at the same positions may share it.
+        key_groups, value_groups: the quantized tokens of each of ``keys`` and ``values``, or ``None``: only
+            the fused kernel reads them.
+        storage: which these are; ``None`` where there are none.
     """
 
     softmaxes: tuple[Softmax, ...]
@@ -42,6 +45,9 @@ class KeyValueView:
     positions: list[tuple[int, int]]
     factors_by_scale: dict[tuple[object, ...], Tensor]
     columns: dict[tuple[Level, ...], Columns] = field(default_factory=dict)
+    key_groups: Sequence[GroupStore | None] = ()
+    value_groups: Sequence[GroupStore | None] = ()
+    storage: Storage | None = None
 
     def factors(self, scale: float | None, like: Tensor) -> Tensor:
         """(D,): times a query, it gives what each level adds to a score where that level is the deepest that

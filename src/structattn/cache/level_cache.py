@@ -267,7 +267,8 @@ class LevelCache(OneLayerCache):
             scale, softcap, sinks, alibi_slopes: as of ``structured_attention``; the same at every call.
             backend: ``"auto"`` decodes few tokens straight from what is kept (where no gradient is asked
                 for), on a GPU by a fused kernel if ``max_length`` was given; so does ``"triton"``, or raises.
-                Any other is given all keys as a dense tensor.
+                Any other is given all keys as a dense tensor. With ``storage`` both take the fused kernel
+                where it can run, which a growing cache of one quantized level needs no ``max_length`` for.
             layout: of a cache with a ``TextLayout``: its levels with the segments that the new tokens see
                 (``TextHistory.step``), for every batch row.
             attn_mask: as of ``structured_attention``, (B, H, T, S) or broadcastable. S counts all tokens,

@@ -27,7 +27,9 @@ def is_here(x: Tensor) -> bool:
 
 
 @functools.lru_cache(maxsize=64)
-def _factors(levels: tuple[tuple[tuple[int, ...], Scaling], ...], scale: float | None, dtype: torch.dtype) -> Tensor:
+def step_factors(
+    levels: tuple[tuple[tuple[int, ...], Scaling], ...], scale: float | None, dtype: torch.dtype
+) -> Tensor:
     """For ranks and scaling of each softmax: what each dimension of a query is multiplied by, and then, for
     each level, its sum with those before.
 
@@ -146,7 +148,7 @@ class Step:
             length, overwritten: see ``write``.
         """
         if self._last is None or self._last[1] is not scale:
-            self._factors = _factors(self._levels, scale, torch.promote_types(self._dtype, torch.float32))
+            self._factors = step_factors(self._levels, scale, torch.promote_types(self._dtype, torch.float32))
         self._last = q.shape, scale
         return self._call(q, k, v, self._factors, length, overwritten)
 

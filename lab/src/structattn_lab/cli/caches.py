@@ -18,7 +18,8 @@ class CompareCachesCommand:
 
     Settings, with --set task.NAME=VALUE: model, context_length (1024), num_steps (64), num_windows (8),
     num_prompts (4, of each retrieval task at each distance; 0: none), dtype (float32, bfloat16, float16),
-    seed (0), calibration (a file of calibrate(...).save, for caches that allocate chooses).
+    seed (0), only (a part of the names or descriptions of the caches that are measured: bits, kvpress),
+    calibration (a file of calibrate(...).save, for caches that allocate chooses).
 
     Examples:
       structattn compare caches --set task.model=FOLDER --data book.txt
@@ -31,6 +32,8 @@ class CompareCachesCommand:
     """A file or a folder of text, JSON lines or Parquet."""
     out: Path | None = None
     """Output folder. Default: runs/compare-caches-DATE-TIME."""
+    resume: bool = False
+    """Continue what --out already holds."""
 
     def execute(self, session: Session) -> None:
         require_extra()
@@ -41,5 +44,5 @@ class CompareCachesCommand:
 
         data = () if self.data is None else (f"task.data={self.data}",)
         config = apply_overrides(CachesConfig(), (*self.set, *data))
-        done = compare_caches(config, self.out, command=session.line, on_open=session.writes_to)
+        done = compare_caches(config, self.out, command=session.line, resume=self.resume, on_open=session.began)
         print_results(text(report(done.record)), done)

@@ -3,34 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from structattn import Storage
 from structattn.errors import ConfigError
+from structattn_lab.compare.measured_cache import MeasuredCache, Prepared, UnavailableError
+from structattn_lab.compare.press_rows import press_rows
 
 DEFAULT = "DynamicCache"
 _QUESTION = 64  # tokens of the longest question with its answer
 _SINKS = 4  # tokens at the beginning that a window keeps
-Prepared = tuple[Any, Callable[[], Any]]  # a model, and what makes an empty cache of it
-
-
-class UnavailableError(Exception):
-    """A cache that this machine or model cannot have; the message says why."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeasuredCache:
-    """A cache to measure.
-
-    Attributes:
-        name, about: what it is called in tables, and what it is.
-        prepare: makes of a freshly loaded model what is measured; raises ``UnavailableError``.
-    """
-
-    name: str
-    about: str
-    prepare: Callable[[Any], Prepared]
 
 
 def cache_rows(context_length: int, num_steps: int, head_dim: int) -> Iterator[MeasuredCache]:
@@ -43,11 +25,12 @@ def cache_rows(context_length: int, num_steps: int, head_dim: int) -> Iterator[M
     """
     longest = context_length + max(num_steps, _QUESTION)
     yield MeasuredCache(name=DEFAULT, about="the model as it is", prepare=_plain)
-    for backend, bits in (("quanto", 4), ("hqq", 8), ("hqq", 4)):
+    for backend, bits, axis in (("quanto", 4, 0), ("quanto", 2, 0), ("hqq", 8, 1), ("hqq", 4, 1)):
         yield MeasuredCache(
             name=f"{backend}, {bits} bits",
-            about=f"QuantizedCache of transformers with {backend}, {bits} bits, its default groups and residual",
-            prepare=_quantized(backend, bits),
+            about=f"QuantizedCache of transformers with {backend}, {bits} bits, axis {axis}, its default groups and "
+            "residual",
+            prepare=_quantized(backend, bits, axis),
         )
     for bits in (8, 4):
         yield MeasuredCache(
@@ -68,10 +51,11 @@ def cache_rows(context_length: int, num_steps: int, head_dim: int) -> Iterator[M
             about=f"{spec} in every layer, without a calibration",
             prepare=_structured(spec, None, context_length, longest),
         )
+    yield from press_rows()
 
 
 def chosen_rows(calibration: str, context_length: int, num_steps: int) -> Iterator[MeasuredCache]:
-    """Heads and bits that ``allocate`` chooses, at a quarter and an eighth of the bytes.
+    """What ``allocate`` chooses, at a quarter and an eighth of the bytes.
 
     Args:
         calibration: a file that ``Calibration.save`` wrote, of text that is not measured.
@@ -79,7 +63,7 @@ def chosen_rows(calibration: str, context_length: int, num_steps: int) -> Iterat
     longest = context_length + max(num_steps, _QUESTION)
     for times in (4, 8):
         yield MeasuredCache(
-            name=f"chosen heads and bits, 1/{times}",
+            name=f"chosen, 1/{times}",
             about=f"allocate(calibration, compression={times}, context_length={context_length})",
             prepare=_chosen(calibration, times, context_length, longest),
         )
@@ -91,11 +75,10 @@ def _chosen(calibration: str, times: int, context_length: int, longest: int) -> 
 
         read = Calibration.load(calibration)
         try:
-            chosen = allocate(read, compression=times, context_length=context_length, methods=("heads", "bits"))
-            structurize(model, chosen)
+            structurize(model, allocate(read, compression=times, context_length=context_length))
         except ConfigError as error:
             raise UnavailableError(str(error)) from error
-        return model, lambda: level_cache(model, max_length=longest)
+        return Prepared(model, lambda: level_cache(model, max_length=longest))
 
     return prepare
 
@@ -112,22 +95,22 @@ def _levels(head_dim: int) -> Iterator[str]:
 def _plain(model: Any) -> Prepared:
     from transformers import DynamicCache
 
-    return model, lambda: DynamicCache(config=model.config)
+    return Prepared(model, lambda: DynamicCache(config=model.config))
 
 
-def _quantized(backend: str, bits: int) -> Callable[[Any], Prepared]:
+def _quantized(backend: str, bits: int, axis: int) -> Callable[[Any], Prepared]:
     def prepare(model: Any) -> Prepared:
         from transformers import QuantizedCache
 
         def new_cache() -> Any:
-            return QuantizedCache(backend, model.config, nbits=bits)
+            return QuantizedCache(backend, model.config, nbits=bits, axis_key=axis, axis_value=axis)
 
         try:
             new_cache()
         except ImportError as error:
             package = {"quanto": "optimum-quanto"}.get(backend, backend)
             raise UnavailableError(f"it needs the package {package}, which is not installed") from error
-        return model, new_cache
+        return Prepared(model, new_cache)
 
     return prepare
 
@@ -140,6 +123,6 @@ def _structured(spec: str, storage: Storage | None, context_length: int, longest
             structurize(model, spec, storage=storage, context_length=context_length)
         except ConfigError as error:
             raise UnavailableError(str(error)) from error
-        return model, lambda: level_cache(model, max_length=longest)
+        return Prepared(model, lambda: level_cache(model, max_length=longest))
 
     return prepare

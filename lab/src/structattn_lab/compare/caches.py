@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,16 +15,21 @@ from typing import Any, Literal
 import torch
 
 from structattn.checks import MAX_SEED, check_field_types, check_int, check_size
-from structattn.errors import ConfigError, in_words
+from structattn.errors import CheckpointError, ConfigError, in_words
+from structattn.files import write_atomic
 from structattn.progress import progress_bar, say
-from structattn_lab.compare.cache_rows import MeasuredCache, UnavailableError, cache_rows, chosen_rows
+from structattn.typed_records import read_as
+from structattn_lab.compare.cache_rows import cache_rows, chosen_rows
+from structattn_lab.compare.measured_cache import MeasuredCache, UnavailableError
 from structattn_lab.data.corpus.documents import Source
 from structattn_lab.data.corpus.tokenizers import model_tokenizer
 from structattn_lab.data.trained_models import checked_config, load_model
 from structattn_lab.records.caches import CacheRow, CachesRecord, RecallRow
-from structattn_lab.records.common import REPORT, Results
+from structattn_lab.records.common import RESULTS, Results, read_file, to_json
 from structattn_lab.records.environment import origin
-from structattn_lab.runs.folders import Owner, opened
+from structattn_lab.runs.folders import Owner, finished_in, opened
+
+ROWS = "rows"  # the folder of what is measured, a file for each cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +39,10 @@ class CacheTask:
     Attributes:
         model: a folder that ``save_pretrained`` wrote, or a name on the hub.
         data: a file or folder of text, which the model has not been calibrated on.
-        calibration: a file of ``calibrate(...).save``, of other text, for caches whose heads and bits
-            ``allocate`` chooses; empty: none of these.
+        only: a part of the names or descriptions of the caches that are measured, besides the first, such as
+            ``"bits"`` or ``"kvpress"``; empty: all.
+        calibration: a file of ``calibrate(...).save``, of other text, for caches that ``allocate`` chooses;
+            empty: none of these.
         context_length: tokens of a prefill.
         num_steps: tokens that follow one by one, whose loss is measured.
         num_windows: of text, for the loss.
@@ -43,6 +53,7 @@ class CacheTask:
 
     model: str = ""
     data: str = ""
+    only: str = ""
     calibration: str = ""
     context_length: int = 1024
     num_steps: int = 64
@@ -72,6 +83,7 @@ def compare_caches(
     *,
     rows: Callable[[int, int, int], Any] = cache_rows,
     command: str = "",
+    resume: bool = False,
     show_progress: bool = True,
     on_open: Callable[[Path], None] | None = None,
 ) -> Results[CachesRecord]:
@@ -80,10 +92,12 @@ def compare_caches(
 
     Args:
         config: what is measured.
-        out: output folder, created. Default: a new one below ``runs/``.
+        out: output folder, created. Default: see ``folders.opened``.
         rows: makes the caches of a context length, a number of steps and a head dimension, the model as it is
             first.
         command: the command line, for the record.
+        resume: keep the rows that ``out`` holds, and measure the others; ``task.only`` may differ from
+            before.
         show_progress: a progress bar over caches.
         on_open: called with the output folder before anything is measured.
 
@@ -109,23 +123,41 @@ def compare_caches(
         for document in Source(path=task.data).documents()
     ]
     settings = dataclasses.asdict(config)
-    owner = Owner(command="compare caches", task="", settings=settings, last=REPORT, label="compare-caches")
-    caches = list(rows(task.context_length, task.num_steps, head_dim))
+    first, *caches = rows(task.context_length, task.num_steps, head_dim)
     if task.calibration:
         if not Path(task.calibration).is_file():
             raise ConfigError(
                 f"task.calibration: there is no {task.calibration}; calibrate(model, texts).save writes it"
             )
         caches += chosen_rows(task.calibration, task.context_length, task.num_steps)
+    caches = [cache for cache in caches if task.only in cache.name or task.only in cache.about]
+    if task.only and not caches:
+        raise ConfigError(f"task.only: no cache has {task.only!r} in its name or description; leave it away for all")
+    caches.insert(0, first)
+    read = hashlib.sha256(b"".join(text.numpy().tobytes() for text in texts)).hexdigest()
+    owner = Owner(
+        command="compare caches",
+        task="",
+        settings=settings | {"text_sha256": read},
+        free=("task.only",),
+        label="compare-caches",
+    )
     from structattn_lab.report.caches import report  # matplotlib is optional
     from structattn_lab.report.writer import write_results
 
-    with opened(out, owner, resume=None, on_open=on_open) as folder:
+    out, finished = finished_in(out, owner, resume=resume, read=lambda folder: _finished(folder, settings))
+    if finished is not None:
+        return finished
+    with opened(out, owner, resume=resume, on_open=on_open) as folder:
         measured: list[CacheRow] = []
         with progress_bar(total=len(caches), desc="caches", show=show_progress) as bar:
             for cache in caches:
                 say(bar, cache.name)
-                measured.append(_row(cache, task, texts, tokenizer, measured[0] if measured else None))
+                path = folder / ROWS / f"{re.sub('[^a-z0-9.]+', '-', cache.name.lower())}.json"
+                row = _kept(path, cache) or _row(cache, task, texts, tokenizer, measured[0] if measured else None)
+                if not row.note and not path.exists():
+                    write_atomic(path, to_json(row))
+                measured.append(row)
                 bar.update()
         record = CachesRecord(
             **origin(command),
@@ -139,6 +171,26 @@ def compare_caches(
         return write_results(record, report(record), folder)
 
 
+def _finished(folder: Path, settings: dict[str, Any]) -> Results[CachesRecord] | None:
+    """The results of a folder with a report of the same settings; else ``None``."""
+    try:
+        done = Results(record=read_file(CachesRecord, folder / RESULTS), folder=folder)
+    except CheckpointError:
+        return None  # there are none, or they are damaged: they are made again from the rows
+    return done if done.report.is_file() and done.record.config == json.loads(json.dumps(settings)) else None
+
+
+def _kept(path: Path, cache: MeasuredCache) -> CacheRow | None:
+    """The row that an earlier call measured; ``None``: there is none."""
+    if not path.exists():
+        return None
+    try:
+        row = read_as(CacheRow, json.loads(path.read_bytes()), str(path))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}): remove it to measure {cache.name} again") from error
+    return dataclasses.replace(row, about=cache.about)
+
+
 def _row(cache: MeasuredCache, task: CacheTask, texts: list[Any], tokenizer: Any, first: CacheRow | None) -> CacheRow:
     """What a model loses through a cache; the first row is that of the model as it is."""
     from structattn.integrations.transformers import evaluate_cache
@@ -146,10 +198,10 @@ def _row(cache: MeasuredCache, task: CacheTask, texts: list[Any], tokenizer: Any
 
     dtype: torch.dtype = getattr(torch, task.dtype)
     try:
-        model, new_cache = cache.prepare(load_model(task.model).eval().requires_grad_(False).to(dtype))
+        prepared = cache.prepare(load_model(task.model).eval().requires_grad_(False).to(dtype))
         scores = evaluate_cache(
-            model,
-            new_cache,
+            prepared.model,
+            prepared.new_cache,
             texts,
             tokenizer=tokenizer,
             context_length=task.context_length,
@@ -158,10 +210,11 @@ def _row(cache: MeasuredCache, task: CacheTask, texts: list[Any], tokenizer: Any
             num_prompts=max(1, task.num_prompts),
             tasks=None if task.num_prompts else (),
             seed=task.seed,
+            press=prepared.press,
         )
     except UnavailableError as error:
         return CacheRow(name=cache.name, about=cache.about, note=str(error))
-    except (ConfigError, RuntimeError, ValueError, TypeError) as error:
+    except Exception as error:  # other packages raise what they like
         if first is None:
             raise
         return CacheRow(name=cache.name, about=cache.about, note=f"it fails: {in_words(error)}")
@@ -169,12 +222,17 @@ def _row(cache: MeasuredCache, task: CacheTask, texts: list[Any], tokenizer: Any
     per_16_bits = scores.nbytes / dtype.itemsize * 2
     if first is not None:
         per_16_bits = first.nbytes / first.size  # type: ignore[operator]
+    needed = None
+    if cache.kept is not None and first is not None:
+        share = (cache.kept * task.context_length + task.num_steps) / (task.context_length + task.num_steps)
+        needed = share * first.size  # type: ignore[operator]
     above = Estimate.of([a - b for a, b in zip(scores.losses, (first or scores).losses, strict=True)])
     return CacheRow(
         name=cache.name,
         about=cache.about,
         nbytes=scores.nbytes,
         size=scores.nbytes / per_16_bits,
+        needed=needed,
         loss=scores.loss.mean,
         losses=scores.losses,
         above=above.mean,

@@ -26,6 +26,8 @@ class CacheRow:
         note: why it was not measured; then everything else is ``None`` or empty.
         nbytes: allocated at the end of a window.
         size: ``nbytes`` over those of all keys and values of these tokens in 16 bits.
+        needed: the size of what the method keeps by its choice, where it may leave the rest allocated;
+            ``None``: ``size``.
         loss: nats per token, the mean over windows.
         losses: of each window.
         above: the mean of the differences to the first row; ``interval``: of 95 %, ``None`` with one window.
@@ -38,6 +40,7 @@ class CacheRow:
     note: str = ""
     nbytes: int | None = None
     size: float | None = None
+    needed: float | None = None
     loss: float | None = None
     losses: tuple[float, ...] = ()
     above: float | None = None
@@ -45,6 +48,11 @@ class CacheRow:
     recall: tuple[RecallRow, ...] = ()
     step_ms: float | None = None
     prefill_ms: float | None = None
+
+    @property
+    def least(self) -> float | None:
+        """``needed``, or ``size``."""
+        return self.size if self.needed is None else self.needed
 
     def recall_of(self, task: str | None = None) -> float | None:
         """The share of right answers over all distances, of one task or of all; ``None`` without prompts."""

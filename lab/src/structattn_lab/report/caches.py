@@ -37,6 +37,7 @@ def report(record: CachesRecord) -> Report:
             "Bytes: of all tensors that a cache keeps after the last step, over those of all keys and values of these "
             "tokens in 16 bits. Ours are allocated for the length, not grown. The model computes in "
             f"{task['dtype']}, and a cache may keep exact tokens so.",
+            *_if_freed(record),
             "Recall: the context is in the cache before the question is known; an answer is right if all its tokens "
             "are the most probable ones. Tasks after RULER (arXiv 2404.06654).",
             "Milliseconds: medians on this machine; other work on it changes them.",
@@ -52,16 +53,31 @@ def _table(record: CachesRecord) -> Table:
     columns: list[tuple[str, Callable[[CacheRow], str]]] = [
         ("cache", lambda row: row.name),
         ("bytes", lambda row: _number(row.size, ".3f")),
+        *([("if freed", lambda row: _number(row.needed, ".3f"))] if _if_freed(record) else []),
         ("loss above", lambda row: _number(row.above, "+.4f")),
         ("[low, high]", _interval),
         ("recall", lambda row: _number(row.recall_of(), ".2f")),
         ("ms per step", lambda row: _number(row.step_ms, ".1f")),
         ("ms of prefill", lambda row: _number(row.prefill_ms, ".0f")),
     ]
-    notes = tuple(f"{row.name}: not measured, {row.note}" for row in record.rows if row.note)
+    without: dict[str, list[str]] = {}  # one line for what several lack
+    for row in record.rows:
+        if row.note:
+            without.setdefault(row.note, []).append(row.name)
+    notes = tuple(f"{'; '.join(names)}: not measured, {note}" for note, names in without.items())
     about = tuple(f"{row.name}: {row.about}" for row in record.measured)
     title = f"Loss of {record.rows[0].name}: {_number(record.rows[0].loss, '.4f')} nats per token"
     return Table.of_columns(columns, record.measured, title=title, notes=(*about, *notes))
+
+
+def _if_freed(record: CachesRecord) -> list[str]:
+    """The note on methods that leave allocated what they do not need."""
+    if all(row.needed is None for row in record.measured):
+        return []
+    return [
+        "If freed: the bytes of the numbers that a press of kvpress keeps, at the same dtype; a press that masks "
+        "numbers or sets them to zero leaves all of them allocated. Figures and verdict count what is kept."
+    ]
 
 
 def _by_task(record: CachesRecord) -> Table:
@@ -95,12 +111,12 @@ def _verdict(record: CachesRecord) -> str:
     """The caches that no other one beats in bytes, loss and recall at once."""
     rows = record.measured
     best = [row for row in rows if not any(_beats(other, row) for other in rows)]
-    best.sort(key=lambda row: -(row.size or 0))
-    names = ", ".join(f"{row.name} ({_number(row.size, '.2f')})" for row in best)
+    best.sort(key=lambda row: -(row.least or 0))
+    names = ", ".join(f"{row.name} ({_number(row.least, '.2f')})" for row in best)
     return f"No other cache has at most the bytes, at most the loss and at least the recall of: {names}."
 
 
 def _beats(other: CacheRow, row: CacheRow) -> bool:
     """Whether a cache is as good as another in everything, and better in something."""
-    mine, theirs = ((-(x.size or 0), -(x.above or 0), x.recall_of() or 0) for x in (row, other))
+    mine, theirs = ((-(x.least or 0), -(x.above or 0), x.recall_of() or 0) for x in (row, other))
     return theirs != mine and all(a >= b for a, b in zip(theirs, mine, strict=True))

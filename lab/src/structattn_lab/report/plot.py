@@ -83,18 +83,21 @@ def _overlap(a: Box, b: Box) -> float:
     return max(0.0, min(a[2], b[2]) - max(a[0], b[0])) * max(0.0, min(a[3], b[3]) - max(a[1], b[1]))
 
 
-def place_labels(centres: Sequence[tuple[float, float]], widths: Sequence[float], frame: Box) -> list[tuple[int, int]]:
+def place_labels(
+    centres: Sequence[tuple[float, float]], widths: Sequence[float], frame: Box, obstacles: Sequence[Box] = ()
+) -> list[tuple[int, int]]:
     """Finds the nearest free place for the name of every point.
 
     Args:
         centres: the points, in typographic points.
         widths: how wide each label is, in typographic points.
         frame: left, bottom, right and top of the axes, which labels should not leave.
+        obstacles: further boxes that labels should not cover.
 
     Returns:
         For every point its side (1 right, -1 left, 0 centred) and how far the label is moved up.
     """
-    taken = [(x - 5, y - 5, x + 5, y + 5) for x, y in centres]
+    taken = [*((x - 5, y - 5, x + 5, y + 5) for x, y in centres), *obstacles]
     heights = (0, *(sign * 12 * k for k in range(1, 9) for sign in (1, -1)))
     moves = [(side, dy) for dy in heights for side in (1, -1, 0) if side or dy]
     chosen = []
@@ -240,16 +243,25 @@ def end_labels(ax: Axes, ends: Sequence[tuple[float, float, str, str]], height: 
         )  # fmt: skip
 
 
-def point_labels(figure: MplFigure, ax: Axes, points: Sequence[tuple[float, float, str, str]]) -> None:
-    """Names points ``(x, y, name, colour)``, each label at the nearest free place around its point."""
+def point_labels(
+    figure: MplFigure,
+    ax: Axes,
+    points: Sequence[tuple[float, float, str, str]],
+    bars: Sequence[tuple[float, float, float]] = (),
+) -> None:
+    """Names points ``(x, y, name, colour)``, each label at the nearest free place around its point, beside
+    vertical bars ``(x, low, high)``.
+    """
     figure.draw_without_rendering()
     unit = figure.dpi / 72
+    ends = [[ax.transData.transform((x, y)) / unit for y in span] for x, *span in bars]
     pixels = [ax.transData.transform((x, y)) for x, y, _, _ in points]
     frame = [float(v) / unit for v in ax.get_window_extent().extents]
     places = place_labels(
         [(float(p[0]) / unit, float(p[1]) / unit) for p in pixels],
         [5.2 * len(name) for _, _, name, _ in points],
         (frame[0], frame[1], frame[2], frame[3]),
+        [(float(low[0]) - 1, float(low[1]), float(low[0]) + 1, float(high[1])) for low, high in ends],
     )
     for (x, y, name, colour), (side, dy) in zip(points, places, strict=True):
         leader = {"arrowstyle": "-", "color": colour, "lw": 0.6, "shrinkA": 0, "shrinkB": 3}

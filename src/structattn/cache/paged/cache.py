@@ -16,6 +16,7 @@ from structattn.cache.over_quantized import check_no_gradient, over_quantized
 from structattn.cache.paged.batch import Batch, Chunk, Singles, Tokens
 from structattn.cache.paged.geometry import HeadsShape, PagedLayerShape
 from structattn.cache.paged.levels import QuantizedLevel, paged_levels
+from structattn.cache.paged.native_step import PagedStep
 from structattn.cache.paged.pages import LevelPages, PagePool
 from structattn.errors import CacheError
 from structattn.layout.heads import AnyLayout
@@ -89,6 +90,7 @@ class _Heads:
         self.shape = shape
         self.levels = paged_levels([level for _, level in shape.levels()], parts, dtype)
         self.storage = shape.storage if any(isinstance(level, QuantizedLevel) for level in self.levels) else None
+        self._native = PagedStep(shape, self.levels)
         self._factors: dict[tuple[object, ...], Tensor] = {}
 
     def attend(self, batch: Batch, q: Tensor, k: Tensor, v: Tensor, options: ScoreTerms) -> Tensor:
@@ -144,6 +146,9 @@ class _Heads:
 
     def _decoded(self, singles: Singles, q: Tensor, options: ScoreTerms) -> Tensor:
         """Attention of one token of each of several requests, whose keys and values are in the pages."""
+        query = q[0][:, singles.tokens].transpose(0, 1)[:, :, None]
+        if self._native.can_attend(query, singles, options):
+            return self._native.attend(query, singles, options.scale)[:, :, 0].transpose(0, 1)[None]
         shape = self.shape
         stores = [level.decoded(singles) for level in self.levels]
         count, end = len(shape.key_levels), len(shape.key_levels) + len(shape.value_levels)
@@ -158,7 +163,6 @@ class _Heads:
             factors_by_scale=self._factors,
             columns=singles.columns,
         )
-        query = q[0][:, singles.tokens].transpose(0, 1)[:, :, None]
         return decode.attention(query, kept, options)[:, :, 0].transpose(0, 1)[None]
 
 
@@ -174,8 +178,9 @@ class PagedCache(PackedCache):
         layers: what each layer keeps.
         pages: a pool for the same layers.
 
-    Cost: a decoding step copies what is kept of each request together, by level (one gather), and reads it
-        once; of quantized tokens the copy has the numbers of the model.
+    Cost: a decoding step reads what is kept of each request once, in the pages, by the C++ code. Without it,
+        or with terms of the scores besides a scale, it copies all of it together first, by level (one
+        gather); of quantized tokens the copy has the numbers of the model.
 
     Source: pages and tables as in vLLM (Kwon et al. 2023, PagedAttention); a lifetime for each level is ours.
     """

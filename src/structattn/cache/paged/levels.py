@@ -17,7 +17,15 @@ from structattn.cache.storage import FullPage, LevelStore
 
 
 class PagedLevel(ABC):
-    """One level of the keys or values of the heads of a layer that have one layout, in all pages."""
+    """One level of the keys or values of the heads of a layer that have one layout, in all pages.
+
+    Attributes:
+        parts: what pages have of it: exact numbers, and codes, scale and zero where tokens are quantized.
+        bits: of the codes; 0 without.
+    """
+
+    parts: tuple[LevelPages, ...]
+    bits: int
 
     @abstractmethod
     def put(self, numbers: Tensor, batch: Batch) -> None:
@@ -51,7 +59,7 @@ class WholeLevel(PagedLevel):
     """A level whose numbers are kept as the model makes them."""
 
     def __init__(self, pages: LevelPages) -> None:
-        self._pages = pages
+        self._pages, self.parts, self.bits = pages, (pages,), 0
 
     def put(self, numbers: Tensor, batch: Batch) -> None:
         """See ``PagedLevel``."""
@@ -83,6 +91,7 @@ class QuantizedLevel(PagedLevel):
 
     def __init__(self, level: RecentLevel, parts: Sequence[LevelPages], dtype: torch.dtype) -> None:
         self._level, self._format = level, level.format
+        self.parts, self.bits = tuple(parts), level.format.bits
         self._wide = torch.promote_types(dtype, torch.float32)
         exact, *self._groups = parts
         self._exact, self._pages = WholeLevel(exact), exact

@@ -24,19 +24,31 @@ class LevelPages:
         part: which of them.
         scratch: bytes for what is read, which layers share.
         ring: in how many slots a window lies, see ``Lifetime.ring``; ``None`` without one.
+        block: after how many slots those of a block are written over; ``None`` without one.
 
     Attributes:
-        group, ring: as given.
+        group, ring, block: as given.
         dtype: of the numbers.
+        view: all of them, (pages, heads, slots, dim).
     """
 
-    def __init__(self, memory: Tensor, group: int, slots: int, part: Part, scratch: Tensor, ring: int | None) -> None:
-        self.group, self.ring, self.dtype = group, ring, part.dtype
+    def __init__(
+        self,
+        memory: Tensor,
+        group: int,
+        slots: int,
+        part: Part,
+        scratch: Tensor,
+        *,
+        ring: int | None,
+        block: int | None,
+    ) -> None:
+        self.group, self.ring, self.block, self.dtype = group, ring, block, part.dtype
         self._scratch = scratch
         memory = memory.view(part.dtype)
         self._page, self._head, self._first = memory.shape[1], slots * part.dim, slots * part.offset
         size, stride = (len(memory), part.heads, slots, part.dim), (self._page, self._head, part.dim, 1)
-        self._view = memory.as_strided(size, stride, self._first)
+        self.view = memory.as_strided(size, stride, self._first)
         # Every run of numbers as long as the slots of a head: gathered by where it begins, which is several
         # times faster than by page and head.
         self._runs = memory.as_strided((memory.numel() - self._head + 1, self._head), (1, 1))
@@ -45,11 +57,11 @@ class LevelPages:
 
     def put(self, pages: Tensor, slots: Tensor, numbers: Tensor) -> None:
         """Stores numbers (heads, n, dim) in slots, given by (n,) pages and (n,) slots in them."""
-        self._view[pages, self._each_head, slots] = numbers.to(self._view.dtype)
+        self.view[pages, self._each_head, slots] = numbers.to(self.view.dtype)
 
     def get(self, pages: Tensor, slots: Tensor) -> Tensor:
         """The numbers in slots, (heads, n, dim), a copy; see ``put``."""
-        return self._view[pages, self._each_head, slots]
+        return self.view[pages, self._each_head, slots]
 
     def room(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """The scratch memory as a tensor, whose numbers are any."""
@@ -63,7 +75,7 @@ class LevelPages:
         where = (pages[:, None] * self._page + self._heads).flatten()
         runs = self.room(len(where), self._head, dtype=self.dtype)
         torch.index_select(self._runs, 0, where, out=runs)
-        _, heads, slots, dim = self._view.shape
+        _, heads, slots, dim = self.view.shape
         return runs.view(len(pages), heads, pages.shape[1] * slots, dim)
 
 
@@ -164,11 +176,13 @@ class PagePool:
         """The parts of the levels of a layer, keys first: see ``Group``."""
         found = {}
         for number, (group, slots) in enumerate(zip(self.groups, self.slots, strict=True)):
-            ring = group.lifetime.ring(slots)
+            lifetime = group.lifetime
+            ring, block = lifetime.ring(slots), lifetime.block
+            ring, block = None if ring is None else ring * slots, None if block is None else block // lifetime.span
             for (of, index), part in group.parts.items():
                 if of == layer:
-                    of_ring = None if ring is None else ring * slots
-                    found[index] = LevelPages(self.memory, number, slots, part, self._scratch[index], of_ring)
+                    scratch = self._scratch[index]
+                    found[index] = LevelPages(self.memory, number, slots, part, scratch, ring=ring, block=block)
         return [found[index] for index in sorted(found)]
 
     def needed(self, length: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,8 +40,12 @@ class GroupStore:
         self.ring, self.longest, self.page_size = ring, longest, page_size
         self.end, self.first = [0], [0]
         self.pages: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._places: tuple[list[tuple[Tensor, Tensor, Tensor]], int, Tensor] | None = None  # of so many pages
 
     names = _NAMES
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_places": None}  # addresses are those of this memory
 
     @property
     def capacity(self) -> int:
@@ -76,6 +81,23 @@ class GroupStore:
                 return page, slot
             slot -= page[0].shape[2]
         raise AssertionError(f"slot {slot} is beyond the pages")
+
+    def places(self) -> Tensor:
+        """Where the slots of all pages are, int64 (4, slots): how many elements after the first of the first
+        page the codes, the scale and the zero of the first row and head begin, and the slots of their page.
+        """
+        if self._places is None or self._places[0] is not self.pages or self._places[1] != len(self.pages):
+            columns = []
+            for page in self.pages:
+                slots = torch.arange(page[0].shape[2])
+                starts = [
+                    (x.data_ptr() - first.data_ptr()) // x.element_size() + slots * x.stride(2)
+                    for x, first in zip(page, self.pages[0], strict=True)
+                ]
+                columns.append(torch.stack([*starts, torch.full_like(slots, len(slots))]))
+            places = torch.cat(columns, dim=1).to(self.pages[0][0].device)
+            self._places = self.pages, len(self.pages), places
+        return self._places[2]
 
     def _spans(
         self, group: int, count: int, start: int
@@ -116,6 +138,26 @@ class GroupStore:
                     overwritten.append(partial(there.copy_, there.clone()))
                 there.copy_(new[:, :, first : first + size])
         return self.format.numbers(*stored, x.dtype)
+
+    def replace(self, first: int, end: int, x: Tensor) -> None:
+        """Puts other groups in the place of groups first ... end - 1, at most as many; those after them move
+        up, with their codes. For stores that are no ring, of rows at one position.
+
+        Args:
+            x: (rows, heads, n, dim, g).
+        """
+        used, moved = self.end[0] // self.format.group_size, end - first - x.shape[2]
+        stored = self.format.quantized(x)
+        for number, new in enumerate(stored):
+            whole = torch.cat([page[number] for page in self.pages], dim=2)
+            whole = torch.cat([whole[:, :, :first], new, whole[:, :, end:used]], dim=2)
+            at = 0
+            for page in self.pages:
+                count = min(page[number].shape[2], whole.shape[2] - at)
+                if count > 0:
+                    page[number][:, :, :count] = whole[:, :, at : at + count]
+                at += page[number].shape[2]
+        self.end = [self.end[0] - moved * self.format.group_size]
 
     def read(self, rows: slice, first: int, end: int, start: int, dtype: torch.dtype) -> Tensor:
         """The numbers of groups first ... end - 1, (rows, heads, n g, dim)."""

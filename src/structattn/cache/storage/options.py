@@ -27,10 +27,11 @@ class Storage:
     came in, so that one call, many, and decoding agree. A group is quantized once, when all of its tokens
     have left the residual.
 
-    With ``keep``, only that many tokens of each group stay once it has left the residual, in each row and key
-    head those with the highest ``token_scores``, and the first 4 tokens of the sequence; the memory of the
-    others is free. This is for plain attention without padding. A call of many tokens attends to all of its
-    own tokens, and they are chosen at its end: what a prompt of two calls reads is not what one call reads.
+    With ``keep``, only that many tokens of each block stay once it is no longer ``recent``, in each row and
+    key head those with the highest ``token_scores``, the first 4 tokens of the sequence among them; the
+    memory of the others is free. This is for plain attention without padding. A call of many tokens attends
+    to all of its own tokens, and they are chosen at its end: what a prompt of two calls reads is not what one
+    call reads. Codes of a block that decoding has filled are quantized once more when they are chosen.
 
     Args:
         key_bits, value_bits: 4, 8, or 16 for the numbers of the model. A tuple has one for each level, level
@@ -38,14 +39,18 @@ class Storage:
         group_size: numbers that share a scale; even. Blocks of levels are multiples of it, or stay
             exact: those of ``exact_slots`` positions at most.
         residual: how many of the last tokens are exact, the query's own counted.
-        keep: how many tokens of a group stay, 0 to ``group_size`` - 1. Default ``None``: all.
+        keep: how many tokens of a block stay: a multiple of ``group_size`` below ``block``. With 0, only the
+            first group of the sequence does. Default ``None``: all.
+        block: tokens that are decided on together, a multiple of ``group_size``; with ``keep``.
+        recent: of the last tokens, how many always stay; with ``keep``, at least the exact ones, which are
+            ``residual`` + 2 ``group_size``.
 
     Raises:
         ConfigError: an option is out of its range.
 
     Cost: bits per number, and two 16-bit numbers for each group; residual + 2 ``group_size`` tokens of each
-        level are kept exact. With ``keep`` all of that for ``keep / group_size`` of the tokens, and 4 bytes
-        for each token that may still be chosen.
+        level are kept exact. With ``keep`` all of that for ``keep / block`` of the tokens and the last
+        ``recent + block``, of which each has 4 bytes for its score.
 
     Source: KIVI (Liu et al. 2024, arXiv 2402.02750): keys per channel, values per token, a residual window.
         Tokens chosen for each head by a score: KVzip (2505.23416), KVzap (2601.07891).
@@ -56,6 +61,8 @@ class Storage:
     group_size: int = 64
     residual: int = 128
     keep: int | None = None
+    block: int = 512
+    recent: int = 256
 
     if TYPE_CHECKING:  # lists are accepted, and kept as tuples
 
@@ -66,6 +73,8 @@ class Storage:
             group_size: int = 64,
             residual: int = 128,
             keep: int | None = None,
+            block: int = 512,
+            recent: int = 256,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -82,8 +91,24 @@ class Storage:
         if self.group_size % 2:
             raise ConfigError(f"group_size must be even, since two codes of 4 bits share a byte, got {self.group_size}")
         check_int("residual", self.residual, minimum=0, maximum=MAX_LENGTH)
+        check_size("block", self.block, MAX_LENGTH)
+        check_size("recent", self.recent, MAX_LENGTH)
         if self.keep is not None:
-            check_int("keep", self.keep, minimum=0, maximum=self.group_size - 1)
+            self._check_choice(self.keep)
+
+    def _check_choice(self, keep: int) -> None:
+        check_int("keep", keep, minimum=0, maximum=self.block - 1)
+        for name, count in (("keep", keep), ("block", self.block)):
+            if count % self.group_size:
+                raise ConfigError(
+                    f"tokens stay in whole groups: {name} must be a multiple of group_size, {self.group_size}, "
+                    f"got {count}"
+                )
+        if self.recent < self.exact_slots:
+            raise ConfigError(
+                f"recent must be at least residual + 2 group_size, {self.exact_slots}, whose numbers are exact, got "
+                f"{self.recent}"
+            )
 
     @property
     def exact_slots(self) -> int:
@@ -183,7 +208,8 @@ def storage_data(storage: ModelStorage) -> Any:
         return None
     data = asdict(storage)
     if storage.keep is None:  # as files of before have it
-        del data["keep"]
+        for name in ("keep", "block", "recent"):
+            del data[name]
     return data
 
 

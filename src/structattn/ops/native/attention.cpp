@@ -5,6 +5,7 @@
 // al. 2022, FlashAttention).
 #include "decode.h"
 #include "operators.h"
+#include "paged.h"
 #include "terms.h"
 #include "tiles.h"
 
@@ -430,6 +431,15 @@ Tensor step(const std::optional<Tensor>& q, const Tensor& k, const Tensor& v, co
   return k.dtype() == dtype_of<Half>() ? of(Half()) : by_dtype(k, of);
 }
 
+Tensor attend_pages(const Tensor& q, const Tensor& factors, const std::vector<Tensor>& parts,
+                    const std::vector<Tensor>& tables, const Tensor& positions, const Tensor& plan, int64_t value_dim) {
+  const auto of = [&](auto zero) {
+    return attended<decltype(zero)>(q, factors, parts, tables, positions, plan, value_dim);
+  };
+  if (q.dtype() == dtype_of<BFloat16>()) return of(BFloat16());
+  return q.dtype() == dtype_of<Half>() ? of(Half()) : by_dtype(q, of);
+}
+
 const Library library = [] {
   const std::string call =
       "Tensor spans, int[] ranks, int[] value_ranks, float[] per_level, float[] per_count, Tensor intervals, "
@@ -441,6 +451,9 @@ const Library library = [] {
   out.add<step>(
       "step(Tensor? q, Tensor k, Tensor v, Tensor factors, Tensor? order, Tensor[](a!) pages, Tensor(b!) plan, "
       "Tensor(c!) old, int position, int number) -> Tensor");
+  out.add<attend_pages>(
+      "attend_pages(Tensor q, Tensor factors, Tensor[] parts, Tensor[] tables, Tensor positions, Tensor plan, int "
+      "value_dim) -> Tensor");
   return out;
 }();
 

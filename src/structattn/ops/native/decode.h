@@ -1,6 +1,7 @@
 // A token into what a cache keeps, and its attention.
 #pragma once
 
+#include "integers.h"
 #include "products.h"
 #include "storage.h"
 
@@ -88,7 +89,7 @@ void softmax(T* x, int64_t size) {
     e.store(x + c);
     added = added + e;
   }
-  for (; c < size; ++c) total += x[c] = exponential(x[c] - most);
+  for (; c < size; ++c) total += x[c] = std::exp(x[c] - most);
   total += sum_of(added);
   const T factor = 1 / total;
   for (c = 0; c < size; ++c) x[c] *= factor;
@@ -227,7 +228,9 @@ void add_codes(const T* factor, int64_t factor_row, const uint8_t* codes, int64_
 template <typename T>
 struct GroupRoom {
   int64_t size, lanes_row;  // numbers of a query in `scale`, `zero` and `sums`, and in `lanes`
-  std::vector<T> scale, zero, factor, sums, lanes;
+  std::vector<T> scale, zero, factor, sums;
+  std::vector<Line> lines;  // of `lanes`
+  IntegerRoom integers;
   GroupRoom(int64_t group_size, int64_t dims)
       : size(std::max(group_size, dims)),
         lanes_row(dims * Codes<T>::W),
@@ -235,7 +238,10 @@ struct GroupRoom {
         zero(size),
         factor(kMostHeads * size),
         sums(kMostHeads * size),
-        lanes(kMostHeads * lanes_row) {}
+        lines(kMostHeads * lanes_row * sizeof(T) / sizeof(Line) + 1),
+        integers(size, dims, kMostHeads) {}
+
+  T* lanes() { return reinterpret_cast<T*>(lines[0].bytes); }
 };
 
 template <typename T>
@@ -251,20 +257,12 @@ inline void copy_numbers(const Half* from, int64_t count, float* to) {
   for (; n < count; ++n) to[n] = from[n];
 }
 
-// out[m][c] = before * out[m][c] + sum over d of q[m][d] (zero[d] + scale[d] code[d, c]) for the positions of a span.
+// sums[m][n] = sum over d of factor[m][d] code[d, n] for the positions of a group.
 template <typename T, int M>
-void add_group_scores(const T* q, int64_t q_row, const GroupSpan<T>& span, int64_t row, int64_t group_size,
-                      GroupRoom<T>& room, T* out, int64_t out_row) {
-  const int64_t at_once = kBytes<T, M> * (span.bits == 8 ? 2 : 1), size = room.size;
-  const uint8_t* codes = span.codes + row * span.row_stride;
-  copy_numbers(span.scale + row * span.scale_stride, span.dims, room.scale.data());
-  copy_numbers(span.zero + row * span.scale_stride, span.dims, room.zero.data());
-  T base[M], *const factor = room.factor.data(), *const sums = room.sums.data();
-  for (int m = 0; m < M; ++m) {
-    base[m] = dot(q + m * q_row, room.zero.data(), span.dims);
-    for (int64_t d = 0; d < span.dims; ++d) factor[m * size + d] = q[m * q_row + d] * room.scale[d];
-    std::fill(sums + m * size, sums + m * size + group_size, T(0));
-  }
+void key_sums_by_numbers(const T* factor, int64_t size, const uint8_t* codes, const GroupSpan<T>& span,
+                         int64_t group_size, T* sums) {
+  const int64_t at_once = kBytes<T, M> * (span.bits == 8 ? 2 : 1);
+  for (int m = 0; m < M; ++m) std::fill(sums + m * size, sums + m * size + group_size, T(0));
   const int64_t half = group_size / 2, bytes = span.bits == 8 ? group_size : half;
   int64_t c = 0;
   for (; c + at_once <= bytes; c += at_once) {
@@ -286,6 +284,36 @@ void add_group_scores(const T* q, int64_t q_row, const GroupSpan<T>& span, int64
         }
       }
     }
+}
+
+// The same by integers; false, and nothing done, where that cannot be.
+template <int M, typename T>
+bool key_sums_by_integers(const T* factor, int64_t size, const uint8_t* codes, const GroupSpan<T>& span,
+                          int64_t group_size, IntegerRoom& room, T* sums) {
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<T, float>)
+    if (has_integers(group_size, span.dims))
+      return span.bits == 8 ? key_sums<M, true>(factor, size, codes, span.dims, group_size, room, sums)
+                            : key_sums<M, false>(factor, size, codes, span.dims, group_size, room, sums);
+#endif
+  return false;
+}
+
+// out[m][c] = before * out[m][c] + sum over d of q[m][d] (zero[d] + scale[d] code[d, c]) for the positions of a span.
+template <typename T, int M>
+void add_group_scores(const T* q, int64_t q_row, const GroupSpan<T>& span, int64_t row, int64_t group_size,
+                      GroupRoom<T>& room, T* out, int64_t out_row) {
+  const int64_t size = room.size;
+  const uint8_t* codes = span.codes + row * span.row_stride;
+  copy_numbers(span.scale + row * span.scale_stride, span.dims, room.scale.data());
+  copy_numbers(span.zero + row * span.scale_stride, span.dims, room.zero.data());
+  T base[M], *const factor = room.factor.data(), *const sums = room.sums.data();
+  for (int m = 0; m < M; ++m) {
+    base[m] = dot(q + m * q_row, room.zero.data(), span.dims);
+    for (int64_t d = 0; d < span.dims; ++d) factor[m * size + d] = q[m * q_row + d] * room.scale[d];
+  }
+  if (!key_sums_by_integers<M>(factor, size, codes, span, group_size, room.integers, sums))
+    key_sums_by_numbers<T, M>(factor, size, codes, span, group_size, sums);
   for (int m = 0; m < M; ++m) {
     T* const to = out + m * out_row;
     for (int64_t n = 0; n < span.size; ++n)
@@ -293,14 +321,78 @@ void add_group_scores(const T* q, int64_t q_row, const GroupSpan<T>& span, int64
   }
 }
 
+// Adds to lanes[m][d] numbers whose sum is that over the positions n of a group of factor[m][n] code[d, n].
+template <typename T, int M>
+void add_values_by_numbers(const T* factor, int64_t size, const uint8_t* codes, int64_t bits, int64_t dims,
+                           int64_t group_size, T* lanes, int64_t lanes_row) {
+  using C = Codes<T>;
+  using V = Vec<T>;
+  const int64_t half = group_size / 2, bytes = bits == 8 ? group_size : half;
+  for (int64_t d = 0; d < dims; ++d) {
+    const uint8_t* const own = codes + d * bytes;
+    V sum[M], other[M];
+#pragma GCC unroll 4
+    for (int m = 0; m < M; ++m) {
+      sum[m] = V::loadu(lanes + m * lanes_row + d * C::W);
+      other[m] = V(0);
+    }
+    int64_t c = 0;
+    if (bits == 8) {
+      for (; c + 2 * C::W <= bytes; c += 2 * C::W) {
+        const V left = C::bytes(own + c), right = C::bytes(own + c + C::W);
+#pragma GCC unroll 4
+        for (int m = 0; m < M; ++m) {
+          sum[m] = fmadd(V::loadu(factor + m * size + c), left, sum[m]);
+          other[m] = fmadd(V::loadu(factor + m * size + c + C::W), right, other[m]);
+        }
+      }
+    } else {
+      for (; c + C::W <= bytes; c += C::W) {
+        V low, high;
+        C::halves(own + c, low, high);
+#pragma GCC unroll 4
+        for (int m = 0; m < M; ++m) {
+          sum[m] = fmadd(V::loadu(factor + m * size + c), low, sum[m]);
+          other[m] = fmadd(V::loadu(factor + m * size + half + c), high, other[m]);
+        }
+      }
+    }
+#pragma GCC unroll 4
+    for (int m = 0; m < M; ++m) {
+      T *const to = lanes + m * lanes_row + d * C::W, total = 0;
+      const T* const times = factor + m * size;
+      for (int64_t n = c; n < bytes; ++n) {
+        if (bits == 8)
+          total += times[n] * static_cast<T>(own[n]);
+        else
+          total += times[n] * static_cast<T>(own[n] & 15) + times[half + n] * static_cast<T>(own[n] >> 4);
+      }
+      (sum[m] + other[m]).store(to);
+      *to += total;
+    }
+  }
+}
+
+// The same by integers; false, and nothing done, where that cannot be.
+template <int M, typename T>
+bool add_values_by_integers(const T* factor, int64_t size, const uint8_t* codes, int64_t bits, int64_t dims,
+                            int64_t group_size, IntegerRoom& room, T* lanes, int64_t lanes_row) {
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<T, float>)
+    if (has_integers(group_size, dims))
+      return bits == 8 ? add_value_sums<M, true>(factor, size, codes, dims, group_size, room, lanes, lanes_row)
+                       : add_value_sums<M, false>(factor, size, codes, dims, group_size, room, lanes, lanes_row);
+#endif
+  return false;
+}
+
 // Adds the values of a span, weighed, to out[m] (dims), and to `room.lanes`, which are to be summed for each dimension.
 template <typename T, int M>
 void add_group_values(const T* weight, int64_t weight_row, const GroupSpan<T>& span, int64_t row, int64_t group_size,
                       GroupRoom<T>& room, T* out, int64_t out_row) {
   using C = Codes<T>;
-  using V = Vec<T>;
   const uint8_t* codes = span.codes + row * span.row_stride;
-  const int64_t half = group_size / 2, bytes = span.bits == 8 ? group_size : half, size = room.size;
+  const int64_t bytes = group_size * span.bits / 8, size = room.size;
   for (int64_t first = 0, part = 0; first < span.dims; first += group_size, ++part) {
     const int64_t at = row * span.scale_stride + part * group_size;
     T *const scale = room.scale.data(), *const zero = room.zero.data(), *const factor = room.factor.data();
@@ -313,58 +405,37 @@ void add_group_values(const T* weight, int64_t weight_row, const GroupSpan<T>& s
       std::fill(factor + m * size, factor + m * size + span.skip, T(0));
       for (int64_t n = 0; n < span.size; ++n) factor[m * size + span.skip + n] = scale[span.skip + n] * own[n];
     }
-    const int64_t last = std::min(first + group_size, span.dims);
-    for (int64_t d = first; d < last; ++d) {
-      const uint8_t* const own = codes + d * bytes;
-      V sum[M], other[M];
-#pragma GCC unroll 4
-      for (int m = 0; m < M; ++m) {
-        sum[m] = V::loadu(room.lanes.data() + m * room.lanes_row + d * C::W);
-        other[m] = V(0);
-      }
-      int64_t c = 0;
-      if (span.bits == 8) {
-        for (; c + 2 * C::W <= bytes; c += 2 * C::W) {
-          const V left = C::bytes(own + c), right = C::bytes(own + c + C::W);
-#pragma GCC unroll 4
-          for (int m = 0; m < M; ++m) {
-            sum[m] = fmadd(V::loadu(factor + m * size + c), left, sum[m]);
-            other[m] = fmadd(V::loadu(factor + m * size + c + C::W), right, other[m]);
-          }
-        }
-      } else {
-        for (; c + C::W <= bytes; c += C::W) {
-          V low, high;
-          C::halves(own + c, low, high);
-#pragma GCC unroll 4
-          for (int m = 0; m < M; ++m) {
-            sum[m] = fmadd(V::loadu(factor + m * size + c), low, sum[m]);
-            other[m] = fmadd(V::loadu(factor + m * size + half + c), high, other[m]);
-          }
-        }
-      }
-#pragma GCC unroll 4
-      for (int m = 0; m < M; ++m) {
-        T total = base[m];
-        const T* const times = factor + m * size;
-        for (int64_t n = c; n < bytes; ++n) {
-          if (span.bits == 8)
-            total += times[n] * static_cast<T>(own[n]);
-          else
-            total += times[n] * static_cast<T>(own[n] & 15) + times[half + n] * static_cast<T>(own[n] >> 4);
-        }
-        (sum[m] + other[m]).store(room.lanes.data() + m * room.lanes_row + d * C::W);
-        out[m * out_row + d] += total;
-      }
-    }
+    const int64_t dims = std::min(group_size, span.dims - first);
+    T* const lanes = room.lanes() + first * C::W;
+    const uint8_t* const own = codes + first * bytes;
+    if (!add_values_by_integers<M>(factor, size, own, span.bits, dims, group_size, room.integers, lanes,
+                                   room.lanes_row))
+      add_values_by_numbers<T, M>(factor, size, own, span.bits, dims, group_size, lanes, room.lanes_row);
+    for (int m = 0; m < M; ++m)
+      for (int64_t d = first; d < first + dims; ++d) out[m * out_row + d] += base[m];
   }
 }
 
+template <typename S, int M>
+void add_span_scores(const Sum<S>* q, int64_t q_row, const CacheSpan<S>& span, int64_t row, Sum<S>* out,
+                     int64_t out_row) {
+  add_scores<S, M>(q, q_row, span.numbers + row * span.row_stride, span.stride, span.dims, span.size, span.before, out,
+                   out_row);
+}
+
+template <typename S, int M>
+void add_span_values(const Sum<S>* weight, int64_t weight_row, const CacheSpan<S>& span, int64_t row, Sum<S>* out,
+                     int64_t out_row) {
+  const S* numbers = span.numbers + row * span.row_stride;
+  for (int64_t d = 0; d < span.dims; ++d)
+    add_dots<M>(weight, weight_row, numbers + d * span.stride, span.size, out + d, out_row);
+}
+
 // The scores of one softmax, and the values that they weigh.
-template <typename S>
+template <typename S, template <typename> class Span>
 struct Weighed {
   int64_t columns;
-  std::vector<CacheSpan<S>> keys, values;
+  std::vector<Span<S>> keys, values;
   std::vector<GroupSpan<Sum<S>>> key_groups, value_groups;
 };
 
@@ -382,23 +453,29 @@ void add_level(const Kept& kept, const Stored& level, int64_t first, int64_t pos
 }
 
 template <typename S>
-std::vector<Weighed<S>> weighed(const Kept& kept, int64_t position, const Sum<S>* before) {
-  std::vector<Weighed<S>> out;
+void add_sink_tokens(const Kept& kept, int64_t number, int64_t dim, Sum<S> before, std::vector<CacheSpan<S>>& spans,
+                     int64_t from = 0, int64_t dims = -1) {
+  add_spans<S>(kept.sinks[number], 0, kept.num_sinks - 1, 0, 0, dim, before, spans, from, dims);
+}
+
+template <typename S, template <typename> class Span, typename K>
+std::vector<Weighed<S, Span>> weighed(const K& kept, int64_t position, const Sum<S>* before) {
+  std::vector<Weighed<S, Span>> out;
   int64_t dim = 0;
-  for (const std::vector<Stored>& levels : kept.keys) {
+  for (const auto& levels : kept.keys) {
     const int64_t sinks = kept.num_sinks, first_seen = levels[0].seen(position, kept.chunk, sinks);
     const int64_t low = first_seen - sinks;  // the columns are sink tokens, then the positions from the first one seen
-    Weighed<S> one{position + 1 - low, {}, {}, {}, {}};
-    for (const Stored& level : levels) {
-      if (sinks) add_spans<S>(kept.sinks[0], 0, sinks - 1, 0, 0, dim, *before, one.keys, dim, level.dims);
+    Weighed<S, Span> one{position + 1 - low, {}, {}, {}, {}};
+    for (const auto& level : levels) {
+      if (sinks) add_sink_tokens<S>(kept, 0, dim, *before, one.keys, dim, level.dims);
       add_level<S>(kept, level, level.seen(position, kept.chunk, sinks), position, low, dim, *before++, one.keys,
                    one.key_groups);
       dim += level.dims;
     }
-    if (sinks) add_spans<S>(kept.sinks[1], 0, sinks - 1, 0, 0, 0, Sum<S>(0), one.values);
+    if (sinks) add_sink_tokens<S>(kept, 1, 0, Sum<S>(0), one.values);
     int64_t value_dim = 0;
     for (size_t n = 0; n < kept.values.size(); ++n) {
-      const Stored& level = kept.values[n];
+      const auto& level = kept.values[n];
       // Hierarchical values have the levels of the keys; others are all that the softmax sees.
       const int64_t first = n ? level.seen(position, kept.chunk, sinks) : first_seen;
       add_level<S>(kept, level, first, position, low, value_dim, Sum<S>(0), one.values, one.value_groups);
@@ -426,56 +503,57 @@ struct StepRoom {
 };
 
 // The sums of M queries that read the same rows of keys and values, from `room.scaled` into `room.sums`.
-template <typename S, int M>
-void attend_together(const std::vector<Weighed<S>>& softmaxes, int64_t key_row, int64_t value_row, int64_t group_size,
-                     StepRoom<Sum<S>>& room) {
+template <typename S, int M, template <typename> class Span>
+void attend_together(const std::vector<Weighed<S, Span>>& softmaxes, int64_t key_row, int64_t value_row,
+                     int64_t group_size, StepRoom<Sum<S>>& room) {
   using T = Sum<S>;
   T *const q = room.scaled.data(), *const weight = room.weight.data(), *const sums = room.sums.data();
   std::fill(room.sums.begin(), room.sums.end(), T(0));
-  for (const Weighed<S>& one : softmaxes) {
+  for (const Weighed<S, Span>& one : softmaxes) {
     // Levels in their order: what one adds changes the scale of the sum so far.
     auto group = one.key_groups.begin();
-    for (const CacheSpan<S>& span : one.keys) {
-      for (; group != one.key_groups.end() && group->first <= span.first; ++group)
+    const auto add_groups_to = [&](int64_t first) {  // of the levels up to the one with these dimensions
+      for (; group != one.key_groups.end() && group->first <= first; ++group)
         add_group_scores<T, M>(q + group->first, room.dim, *group, key_row, group_size, room.group,
                                weight + group->column, room.columns);
-      add_scores<S, M>(q + span.first, room.dim, span.numbers + key_row * span.row_stride, span.stride, span.dims,
-                       span.size, span.before, weight + span.column, room.columns);
+    };
+    for (const Span<S>& span : one.keys) {
+      add_groups_to(span.first);
+      add_span_scores<S, M>(q + span.first, room.dim, span, key_row, weight + span.column, room.columns);
     }
+    add_groups_to(room.dim);  // where a query sees codes only
     for (int m = 0; m < M; ++m) softmax<T>(weight + m * room.columns, one.columns);
-    for (const CacheSpan<S>& span : one.values) {
-      const S* numbers = span.numbers + value_row * span.row_stride;
-      for (int64_t d = 0; d < span.dims; ++d)
-        add_dots<M>(weight + span.column, room.columns, numbers + d * span.stride, span.size, sums + span.first + d,
-                    room.value_dim);
-    }
-    std::vector<T>& lanes = room.group.lanes;
+    for (const Span<S>& span : one.values)
+      add_span_values<S, M>(weight + span.column, room.columns, span, value_row, sums + span.first, room.value_dim);
+    T* const lanes = room.group.lanes();
     for (size_t n = 0; n < one.value_groups.size(); ++n) {
       const GroupSpan<T>& span = one.value_groups[n];
-      if (n == 0 || span.first != one.value_groups[n - 1].first) std::fill(lanes.begin(), lanes.end(), T(0));
+      if (n == 0 || span.first != one.value_groups[n - 1].first) std::fill_n(lanes, M * room.group.lanes_row, T(0));
       add_group_values<T, M>(weight + span.column, room.columns, span, value_row, group_size, room.group,
                              sums + span.first, room.value_dim);
       if (n + 1 < one.value_groups.size() && one.value_groups[n + 1].first == span.first) continue;
       for (int m = 0; m < M; ++m)
         for (int64_t d = 0; d < span.dims; ++d)
-          for (int64_t w = 0; w < Codes<T>::W; ++w)
-            sums[m * room.value_dim + span.first + d] += lanes[m * room.group.lanes_row + d * Codes<T>::W + w];
+          sums[m * room.value_dim + span.first + d] +=
+              sum_of(Vec<T>::loadu(lanes + m * room.group.lanes_row + d * Codes<T>::W));
     }
   }
 }
 
 // Weighted sums (B, H, 1, value dims) of queries (B, H, 1, D), times `factors` (D). The query heads of a key (or value)
-// head read its row.
-template <typename S>
-void attend(const Tensor& query, const Order& order, const Sum<S>* factors, const std::vector<Weighed<S>>& softmaxes,
-            int64_t key_rows, int64_t value_rows, int64_t group_size, Tensor& out) {
+// head read its row: of all in one list of softmaxes, or those of each b in its own.
+template <typename S, template <typename> class Span>
+void attend(const Tensor& query, const Order& order, const Sum<S>* factors,
+            const std::vector<std::vector<Weighed<S, Span>>>& lists, int64_t key_rows, int64_t value_rows,
+            int64_t group_size, Tensor& out) {
   using T = Sum<S>;
   const int64_t heads = query.size(1), rows = query.size(0) * heads, dim = query.size(3), value_dim = out.size(3);
   const int64_t per_key = rows / key_rows, per_value = rows / value_rows;
   const S* q = query.const_data_ptr<S>();
   S* to = out.data_ptr<S>();
   int64_t columns = 0;
-  for (const Weighed<S>& one : softmaxes) columns = std::max(columns, one.columns);
+  for (const auto& softmaxes : lists)
+    for (const auto& one : softmaxes) columns = std::max(columns, one.columns);
   // Rows that read the same keys and values, in pieces: fewer rows where that leaves a thread without a piece.
   const int64_t unit = std::gcd(per_key, per_value), threads = num_threads();
   const int64_t most = std::clamp<int64_t>(rows / threads, 1, std::min(unit, kHeads<S>)),
@@ -491,8 +569,10 @@ void attend(const Tensor& query, const Order& order, const Sum<S>* factors, cons
         for (int64_t d = 0; d < dim; ++d)
           room.scaled[m * dim + d] = static_cast<T>(from[(at ? at[d] : d) * query.stride(3)]) * factors[d];
       }
-      const auto together = [&](auto number) {
-        attend_together<S, number()>(softmaxes, first / per_key, first / per_value, group_size, room);
+      const int64_t number = lists.size() == 1 ? 0 : first / heads, before = number * heads;
+      const auto together = [&](auto count) {
+        attend_together<S, count()>(lists[number], (first - before) / per_key, (first - before) / per_value, group_size,
+                                    room);
       };
       if (count == 1) together(std::integral_constant<int, 1>());
       if constexpr (kHeads<S> == 4) {
@@ -525,8 +605,8 @@ Tensor stepped(const std::optional<Tensor>& q, const Tensor& k, const Tensor& v,
   *plan.data_ptr<int64_t>() = number;
   if (!q) return out;
   const Sum<S>* const factor = factors.const_data_ptr<Sum<S>>();
-  attend<S>(*q, Order(order), factor, weighed<S>(kept, position, factor + q->size(3)), keys[0].rows(),
-            kept.values[0].rows(), kept.group_size, out);
+  attend<S, CacheSpan>(*q, Order(order), factor, {weighed<S, CacheSpan>(kept, position, factor + q->size(3))},
+                       keys[0].rows(), kept.values[0].rows(), kept.group_size, out);
   return out;
 }
 

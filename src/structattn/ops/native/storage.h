@@ -4,7 +4,10 @@
 
 #include "tensor.h"
 
+#include <algorithm>
 #include <optional>
+#include <type_traits>
+#include <vector>
 
 namespace structattn {
 
@@ -143,7 +146,8 @@ struct Kept {
 };
 
 // The first position whose exact numbers a query sees, where others are quantized.
-inline int64_t first_exact(const Kept& kept, int64_t position) {
+template <typename K>
+int64_t first_exact(const K& kept, int64_t position) {
   const int64_t past = position + 1 - kept.residual;
   return past <= 0 ? 0 : past / kept.group_size * kept.group_size;
 }

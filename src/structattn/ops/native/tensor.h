@@ -30,6 +30,7 @@ int32_t aoti_torch_dtype_bfloat16();
 int32_t aoti_torch_dtype_float16();
 int32_t aoti_torch_dtype_float32();
 int32_t aoti_torch_dtype_float64();
+size_t aoti_torch_dtype_element_size(int32_t);
 AOTITorchError aoti_torch_get_dim(AtenTensorHandle, int64_t*);
 AOTITorchError aoti_torch_get_sizes(AtenTensorHandle, int64_t**);
 AOTITorchError aoti_torch_get_strides(AtenTensorHandle, int64_t**);
@@ -95,6 +96,7 @@ class Tensor {
     return numbers;
   }
   int32_t dtype() const { return dtype_; }
+  int64_t element_size() const { return static_cast<int64_t>(aoti_torch_dtype_element_size(dtype_)); }
   bool is_contiguous() const {
     int64_t stride = 1;
     for (int64_t n = dim_; n-- > 0; stride *= sizes_[n])
@@ -102,12 +104,15 @@ class Tensor {
     return true;
   }
 
+  const void* const_data_ptr() const {
+    const void* data = nullptr;
+    succeed(torch_get_const_data_ptr(handle_, &data));
+    return data;
+  }
   template <typename T>
   const T* const_data_ptr() const {
     check(dtype_ == dtype_of<T>(), "structattn_native: a tensor has another dtype than the call says");
-    const void* data = nullptr;
-    succeed(torch_get_const_data_ptr(handle_, &data));
-    return static_cast<const T*>(data);
+    return static_cast<const T*>(const_data_ptr());
   }
   template <typename T>
   T* data_ptr() const {

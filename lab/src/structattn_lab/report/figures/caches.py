@@ -18,7 +18,7 @@ def draw_loss(record: CachesRecord) -> Drawing | None:
     caption = (
         f"Loss above that of {record.rows[0].name}, in nats per token, against the bytes of the cache as a share of "
         "all keys and values in 16 bits; 95 % intervals of the differences over windows. Points on the lowest line "
-        f"lose at most {_SMALLEST:g}."
+        f"lose at most {_SMALLEST:g}.{_open(rows)}"
     )
     return _drawn(
         rows,
@@ -33,13 +33,19 @@ def draw_loss(record: CachesRecord) -> Drawing | None:
 def draw_recall(record: CachesRecord) -> Drawing | None:
     """Recall over all tasks and distances against bytes."""
     rows = [row for row in record.measured if row.recall]
-    caption = (
-        "Share of right answers over all retrieval tasks and distances, against the bytes of the cache as a share of "
-        "all keys and values in 16 bits."
-    )
     if not rows:
         return None
+    caption = (
+        "Share of right answers over all retrieval tasks and distances, against the bytes of the cache as a share of "
+        f"all keys and values in 16 bits.{_open(rows)}"
+    )
     return _drawn(rows, lambda row: row.recall_of() or 0.0, "recall", caption, "Recall against bytes.")
+
+
+def _open(rows: list[CacheRow]) -> str:
+    """What open points are, where there are some."""
+    has_presses = any(row.needed is not None for row in rows)
+    return " Open points: the bytes of what a press keeps, if all else were freed." if has_presses else ""
 
 
 def _drawn(
@@ -51,15 +57,17 @@ def _drawn(
     *,
     is_log: bool = False,
 ) -> Drawing:
-    figure = new_canvas(4.0)
+    figure = new_canvas(5.6)
     ax = figure.subplots()
-    points = []
+    points, bars = [], []
     for number, row in enumerate(rows):
         colour = OKABE_ITO[number % len(OKABE_ITO)]
-        x, y = row.size or 0.0, value(row)
-        ax.plot([x], [y], "o", color=colour, ms=6)
+        x, y = row.least or 0.0, value(row)
+        ax.plot([x], [y], "o", color=colour, ms=6, mfc="white" if row.needed is not None else colour)
         if is_log and row.interval is not None:
-            ax.plot([x, x], [max(end, _SMALLEST) for end in row.interval], color=colour, lw=1.2, alpha=0.7)
+            low, high = (max(end, _SMALLEST) for end in row.interval)
+            ax.plot([x, x], [low, high], color=colour, lw=1.2, alpha=0.7, zorder=1)
+            bars.append((x, low, high))
         points.append((x, y, row.name, colour))
     ax.margins(0.15)
     log_axis(ax, "x")
@@ -69,6 +77,6 @@ def _drawn(
         ax.set_ylim(-0.05, 1.1)
     ax.set_xlabel("bytes / bytes in 16 bits", color=GREY)
     ax.set_ylabel(label)
-    point_labels(figure, ax, points)
+    point_labels(figure, ax, points, bars)
     shown = "; ".join(f"{name}: {y:.3g} at {x:.2f} of the bytes" for x, y, name, _ in points)
     return figure, caption, f"{about} {shown}."

@@ -43,6 +43,13 @@ class PendingStates(Placeholder):
         self.states = states
         self.is_appended = False
 
+    @property
+    def shape(self) -> torch.Size:
+        """That of the new tokens: kvpress, once imported, runs every attention function within one that reads
+        it.
+        """
+        return self.states.shape
+
     def to(self, device: torch.device | str, **options: Any) -> PendingStates:
         """These on a device: layers that share keys ask for them on theirs."""
         if (states := self.states.to(device, **options)) is self.states:

@@ -93,11 +93,11 @@ def allocate(
     """Chooses what every key head keeps, so that the cache of the whole model fits a budget with the least
     expected loss.
 
-    With ``"tokens"``, a key head keeps n of each 64 tokens that are far back, those with the highest scores
-    (``Storage(keep=n)``); with ``"bits"``, numbers that are far back have 16, 8 or 4 bits; with ``"heads"``,
-    a key head keeps all tokens, or a window of recent ones and the first four. The loss of a choice is the
-    head's part of the change of the predictions, as ``calibrate`` measured it; copies of far text have a
-    tenth of the weight.
+    With ``"tokens"``, a key head keeps some eighths of the tokens that are far back, those with the highest
+    scores (``Storage(keep=...)``); with ``"bits"``, numbers that are far back have 16, 8 or 4 bits; with
+    ``"heads"``, a key head keeps all tokens, or a window of recent ones and the first four. The loss of a
+    choice is the head's part of the change of the predictions, as ``calibrate`` measured it; copies of far
+    text have a tenth of the weight.
 
     With ``"levels"``, every layer gets two to five levels, of keys and of values, instead: level 1 keeps r_1
     and v_1 dimensions of all T tokens, level l others of one block of n_l tokens, so that a key/value head
@@ -203,7 +203,7 @@ def _by_heads(
         scorer = next(of_tokens, None)
         specs.append(spec_of_heads(heads))
         storage.append(storage_of_choices(heads))
-        scorers.append(scorer if any(choice.keep is not None for choice in heads) else None)
+        scorers.append(scorer if any(choice.way is not None for choice in heads) else None)
     pairs = list(zip(groups, chosen, strict=True))
     return Allocation(
         specs,

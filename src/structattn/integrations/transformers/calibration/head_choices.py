@@ -15,11 +15,10 @@ from structattn.integrations.transformers.calibration.head_effects import SINK_T
 from structattn.integrations.transformers.calibration.methods import Method
 from structattn.integrations.transformers.calibration.prompts import COPIES
 from structattn.integrations.transformers.calibration.record import Calibration, LayerCalibration
-from structattn.integrations.transformers.calibration.token_scores import GROUP, RESIDUAL
+from structattn.integrations.transformers.calibration.token_scores import WAYS
 from structattn.layout.levels import LevelLayout
 from structattn.spec.attention import AttentionSpec, parse_spec
 
-_KEEP = (*range(13), 14, 16, 18, 20, 22, 24, 28, 32, 36, 40, 44, 48, 52, 56, 60)  # of GROUP tokens
 _STEPS = 2**4 - 1, 2**8 - 1  # of numbers of 4 and of 8 bits: the square of their ratio is that of what they lose
 
 
@@ -30,12 +29,14 @@ class HeadChoice:
     Attributes:
         window: recent tokens that it sees, besides the first; ``None``: all tokens.
         bits: of numbers that are far back.
-        keep: of each ``GROUP`` tokens that are far back, how many stay; ``None``: all.
+        way: which of ``WAYS`` far tokens stay in; ``None``: all do.
+        group_size: of tokens that are quantized, or chosen, together.
     """
 
     window: int | None
     bits: int
-    keep: int | None = None
+    way: int | None = None
+    group_size: int = 64
 
     @property
     def spec(self) -> AttentionSpec:
@@ -45,8 +46,10 @@ class HeadChoice:
     @property
     def storage(self) -> Storage | None:
         """How its cache stores numbers."""
-        if self.keep is not None:
-            return Storage(self.bits, self.bits, GROUP, RESIDUAL, self.keep)
+        if self.way is not None:
+            keep, block = (groups * self.group_size for groups in WAYS[self.way])
+            recent, residual = 4 * self.group_size, min(64, 2 * self.group_size)
+            return Storage(self.bits, self.bits, self.group_size, residual, keep, block, recent)
         return None if self.bits == 16 else Storage(self.bits, self.bits)
 
 
@@ -90,7 +93,7 @@ def head_choices(
             narrow = [window for window in calibration.effects.windows if window + SINK_TOKENS < length]
             ways += [HeadChoice(window, some) for window in narrow for some in all_bits if some != 8]
         if "tokens" in methods and is_free:
-            ways += [HeadChoice(None, some, keep) for keep in _KEEP for some in all_bits]
+            ways += [HeadChoice(None, some, way, _group_size(length)) for way in range(len(WAYS)) for some in all_bits]
         for head in range(first, first + layer.shape.num_kv_heads):
             of_layer.append(
                 HeadChoices(
@@ -104,6 +107,11 @@ def head_choices(
     return found
 
 
+def _group_size(length: int) -> int:
+    """Tokens of a group where some stay: fewer in short contexts, so that less waits to be chosen."""
+    return 64 if length > 4096 else 32 if length > 2048 else 16
+
+
 def _loss(way: HeadChoice, calibration: Calibration, head: int) -> Tensor:
     loss = torch.zeros((), dtype=torch.float64)
     effects = calibration.effects
@@ -112,9 +120,9 @@ def _loss(way: HeadChoice, calibration: Calibration, head: int) -> Tensor:
         row = effects.windows.index(way.window)
         loss = loss + (1 - COPIES) * effects.text[row, head].clamp(min=0)
         loss = loss + COPIES * effects.retrieval[row, head].clamp(min=0)
-    if way.keep is not None:
+    if way.way is not None:
         assert calibration.tokens is not None
-        loss = loss + calibration.tokens.losses[head, way.keep]
+        loss = loss + calibration.tokens.losses[head, way.way]
     if way.bits < 16:
         assert effects is not None
         rounding = effects.bits[head].clamp(min=0)
@@ -137,7 +145,7 @@ def _allocated(
         layout = LevelLayout.sliding((head_dim,), (way.window,), "standard", sink_tokens=SINK_TOKENS)
     cache = LevelCache(layout, window=window, storage=way.storage, max_length=length)
     key, value = (torch.zeros(1, 1, length, dim, dtype=dtype) for dim in (head_dim, value_dim))
-    scores = None if way.keep is None else torch.zeros(1, 1, length)
+    scores = None if way.way is None else torch.zeros(1, 1, length)
     cache.append(key, value, token_scores=scores)
     return cache.nbytes
 

@@ -31,13 +31,17 @@ from structattn.integrations.transformers.masks.structured_mask import Sequences
 from structattn.integrations.transformers.variant import Variant
 from structattn.progress import counted
 
-GROUP, RESIDUAL = 64, 64  # of the storages that keep some tokens of a group
+# How many groups of tokens stay of how many, by the share that does.
+WAYS = ((0, 8), (1, 16), *((keep, 8) for keep in range(1, 8)))
+_GROUP = 64  # tokens of a group, where losses are measured
+_RECENT = 256  # tokens that always stay there
 _NAME = "structattn_token_scores"
 _QUERIES = 128  # whose weights are held at once
 _LEAST = 1e-5  # of a weight: below this all are alike
 _RIDGE = 0.01  # relative to the variance of each number of a hidden state
 _SHARE = 1 / 4  # of the tokens, at which the change of the predictions is measured
 _HELD_OUT = 5  # one text of so many
+_SHORTEST = 128
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -47,8 +51,8 @@ class TokenScores:
     Attributes:
         scorers: of each layer with keys of its own, (G, E + 1) float32: the scores of a hidden state (E,)
             that reaches the layer are scorer[:, :E] states + scorer[:, E].
-        losses: (heads, GROUP + 1) float64, heads of all layers in their order: the expected change of the
-            predictions, in nats per token, where n of each ``GROUP`` far tokens stay.
+        losses: (heads, ways) float64, heads of all layers in their order: the expected change of the
+            predictions, in nats per token, for each of ``WAYS``.
     """
 
     scorers: tuple[Tensor, ...]
@@ -64,8 +68,8 @@ class _LayerFit:
         squares: (E + 1, E + 1), the sum of x x^T over tokens.
         products: (E + 1, G), the sum of x y^T.
         scorer: (G, E + 1), once it is known.
-        dropped: (G, GROUP + 1), what stays unread where n of each group stay, a sum over groups.
-        groups: how many were summed.
+        dropped: (G, ways), the sum of the largest weights of tokens that do not stay.
+        tokens: how many tokens were summed.
     """
 
     attention: FoundAttention
@@ -73,7 +77,7 @@ class _LayerFit:
     products: Tensor | None = None
     scorer: Tensor | None = None
     dropped: Tensor | None = None
-    groups: int = 0
+    tokens: int = 0
 
     def add(self, x: Tensor, weights: Tensor) -> None:
         """Adds the states (T, E) and the largest weights (G, T) of a text."""
@@ -108,15 +112,23 @@ class _LayerFit:
 
     def check(self, x: Tensor, weights: Tensor) -> None:
         """Adds what would be dropped of a text; arguments as ``add``."""
-        count = x.shape[0] // GROUP
-        weights = weights.clone()
+        weights, scores = weights.clone(), self.scores(x)
         weights[:, :FIRST_TOKENS] = 0
-        of_groups = weights[:, : count * GROUP].unflatten(1, (count, GROUP))
-        order = self.scores(x)[:, : count * GROUP].unflatten(1, (count, GROUP)).argsort(dim=-1, descending=True)
-        left = of_groups.gather(2, order).sum(dim=1).double().flip(1).cumsum(1).flip(1)
-        left = torch.cat([left, left.new_zeros((len(left), 1))], dim=1)
-        self.dropped = left if self.dropped is None else self.dropped + left
-        self.groups += count
+        dropped = torch.stack([(weights * ~_stays(scores, way)).sum(dim=1).double() for way in WAYS], dim=1)
+        self.dropped = dropped if self.dropped is None else self.dropped + dropped
+        self.tokens += x.shape[0]
+
+
+def _stays(scores: Tensor, way: tuple[int, int]) -> Tensor:
+    """Which tokens stay, (G, T), by scores (G, T); of a shorter text, which is one block, the same share."""
+    (keep, block), length = way, scores.shape[1]
+    size = min(block * _GROUP, length)
+    ends = length // size * size
+    rank = scores[:, :ends].unflatten(1, (-1, size)).argsort(dim=-1, descending=True).argsort(dim=-1)
+    stays = torch.ones(scores.shape, dtype=torch.bool, device=scores.device)
+    stays[:, :ends] = (rank < round(keep * size / block)).flatten(1)
+    stays[:, :FIRST_TOKENS] = True
+    return stays
 
 
 def _with_one(x: Tensor) -> Tensor:
@@ -131,14 +143,15 @@ class _Pass:
         fits: of each module whose tokens are scored.
         length: T, where the tokens are a text and its copy: the weights that the copy gives the text are
             read. 0 where a text is read with less.
-        keep: (heads of all layers,), how many of each group stay, in the order of ``fits``; ``None``: all.
+        ways: (heads of all layers,), which of ``WAYS`` each has, in the order of ``fits``; ``None``: all
+            tokens stay.
         is_check: whether the scorers are known, and checked.
         states: of the module whose attention comes next, (T, E).
     """
 
     fits: dict[nn.Module, _LayerFit]
     length: int = 0
-    keep: Tensor | None = None
+    ways: Tensor | None = None
     is_check: bool = False
     states: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
 
@@ -156,12 +169,11 @@ def _attention(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         weights = _largest_weights(call, this.length)
         (fit.check if this.is_check else fit.add)(this.states[: this.length], weights)
         return attend(call)
-    if this.keep is None:
+    if this.ways is None:
         return attend(call)
     place = list(this.fits).index(call.module)
     first = sum(other.attention.num_kv_heads for other in list(this.fits.values())[:place])
-    keep = this.keep[first : first + fit.attention.num_kv_heads]
-    hidden = ~_seen(fit.scores(this.states), keep)
+    hidden = ~_seen(fit.scores(this.states), this.ways[first : first + fit.attention.num_kv_heads].tolist())
     hidden = hidden.repeat_interleave(call.query.shape[1] // len(hidden), dim=0)[None]
     terms = call.terms(call.arguments.get(POSITION_BIAS))
     bias = torch.zeros(hidden.shape, dtype=call.query.dtype, device=call.query.device).masked_fill(hidden, -torch.inf)
@@ -206,20 +218,11 @@ def _plain_weights(q: Tensor, k: Tensor, scale: float | None) -> Tensor:
     return scores.softmax(dim=-1)
 
 
-def _seen(scores: Tensor, keep: Tensor) -> Tensor:
-    """Which keys each query sees, (G, T, T), past or not: of groups that have left the residual, ``keep[h]``
-    of each.
-    """
-    heads, length = scores.shape
-    count = length // GROUP
-    rank = scores[:, : count * GROUP].unflatten(1, (count, GROUP)).argsort(dim=-1, descending=True).argsort(dim=-1)
-    stays = torch.ones((heads, length), dtype=torch.bool, device=scores.device)
-    stays[:, : count * GROUP] = (rank < keep[:, None, None].to(rank)).flatten(1)
-    stays[:, :FIRST_TOKENS] = True
-    positions = torch.arange(length, device=scores.device)
-    # A query at p reads all of a group that ends less than RESIDUAL before it.
-    is_open = positions[None, :] // GROUP * GROUP + GROUP + RESIDUAL > positions[:, None]
-    return stays[:, None] | is_open
+def _seen(scores: Tensor, ways: Sequence[int]) -> Tensor:
+    """Which keys each query sees, (G, T, T), future ones or not: the last ones and those that stay."""
+    stays = torch.cat([_stays(of_head[None], WAYS[way]) for of_head, way in zip(scores, ways, strict=True)])
+    positions = torch.arange(scores.shape[1], device=scores.device)
+    return stays[:, None] | (positions[None, :] > positions[:, None] - _RECENT)
 
 
 @contextmanager
@@ -258,7 +261,7 @@ def token_scores(
             out to measure losses.
 
     Returns:
-        ``None`` where the texts are shorter than two groups.
+        ``None`` where the texts are too short.
 
     Cost: a forward pass of 2 T tokens of each text, and six of T of each that is held out; for each layer
         8 E^2 bytes meanwhile.
@@ -267,7 +270,7 @@ def token_scores(
         KVzap (2601.07891), which takes the tokens above a threshold. A fixed number of each group for each
         head, so that the bytes are known before, and the losses, are ours.
     """
-    texts = [text for text in texts if text.shape[1] >= 2 * GROUP]
+    texts = [text for text in texts if text.shape[1] >= _SHORTEST]
     if not texts:
         return None
     fits = {layer.module: _LayerFit(layer) for layer in layers}
@@ -280,25 +283,28 @@ def token_scores(
     for text in counted(held, "tokens that are looked back at, held out"):
         with _running(model, _Pass(fits, length=text.shape[1], is_check=True)):
             model.base_model(input_ids=torch.cat([text, text], dim=1), use_cache=False)
-    dropped = torch.cat([fit.dropped / fit.groups for fit in fits.values() if fit.dropped is not None]).cpu()
-    keep = _shares(dropped, _SHARE)
-    change = _change(model, fits, held, keep)
-    lost = float(dropped.gather(1, keep[:, None]).sum())
+    dropped = torch.cat([fit.dropped / fit.tokens for fit in fits.values() if fit.dropped is not None]).cpu()
+    ways = _ways(dropped, _SHARE)
+    change = _change(model, fits, held, ways)
+    lost = float(dropped.gather(1, ways[:, None]).sum())
     scorers = tuple(fit.scorer.cpu() for fit in fits.values() if fit.scorer is not None)
     return TokenScores(scorers=scorers, losses=dropped * (change / max(lost, 1e-30)))
 
 
-def _shares(dropped: Tensor, share: float) -> Tensor:
-    """How many tokens of each group every head keeps, (heads,), so that least is dropped where a share of all
+def _ways(dropped: Tensor, share: float) -> Tensor:
+    """Which of ``WAYS`` every head has, (heads,), so that least is dropped where at most a share of all
     tokens stays.
     """
-    gains = (dropped[:, :-1] - dropped[:, 1:]).cummin(dim=1).values
-    count = math.ceil(share * gains.numel())
-    least = gains.flatten().topk(count).values[-1]
-    return (gains >= least).sum(dim=1)
+    shares = torch.tensor([keep / block for keep, block in WAYS], dtype=dropped.dtype)
+    low, high = 0.0, float(dropped.max()) / float(shares[1]) + 1
+    for _ in range(60):  # of the price of a token
+        price = (low + high) / 2
+        ways = (dropped + price * shares).argmin(dim=1)
+        low, high = (price, high) if float(shares[ways].mean()) > share else (low, price)
+    return (dropped + high * shares).argmin(dim=1)
 
 
-def _change(model: PreTrainedModel, fits: dict[nn.Module, _LayerFit], texts: Sequence[Tensor], keep: Tensor) -> float:
+def _change(model: PreTrainedModel, fits: dict[nn.Module, _LayerFit], texts: Sequence[Tensor], ways: Tensor) -> float:
     """The mean Kullback-Leibler divergence of the predictions where far tokens are chosen, in nats per token:
     of the texts, and of copies in them.
     """
@@ -313,7 +319,7 @@ def _change(model: PreTrainedModel, fits: dict[nn.Module, _LayerFit], texts: Seq
             prompt: ScoredText = make(text)
             with _running(model, _Pass(fits)):
                 whole = log_probabilities(model, prompt)
-            with _running(model, _Pass(fits, keep=keep)):
+            with _running(model, _Pass(fits, ways=ways)):
                 less = log_probabilities(model, prompt)
             total += weight * float((whole.exp() * (whole - less)).sum(-1).mean()) / len(texts)
     if not math.isfinite(total):

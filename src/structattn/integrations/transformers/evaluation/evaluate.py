@@ -6,8 +6,9 @@ import inspect
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ from structattn.integrations.transformers.evaluation.scores import CacheScores, 
 from structattn.integrations.transformers.evaluation.texts import as_texts, windows_of
 from structattn.progress import counted
 
+Press = Callable[[PreTrainedModel], AbstractContextManager[Any]]
+
 
 def evaluate_cache(
     model: PreTrainedModel,
@@ -37,6 +40,7 @@ def evaluate_cache(
     distances: Sequence[int] | None = None,
     num_prompts: int = 8,
     seed: int = 0,
+    press: Press | None = None,
 ) -> CacheScores:
     """Measures what a model loses through a cache, how far back it still finds what it is asked for, and what
     the cache costs in bytes and time.
@@ -62,12 +66,15 @@ def evaluate_cache(
         num_windows: the most that are measured; fewer where the texts have fewer. Intervals need 2.
         tasks: of retrieval: ``"copy"`` (a span of tokens in random order that begins again), ``"pass key"``
             (a number in one sentence), ``"several keys"`` (one of 4), ``"similar keys"`` (one of 6),
-            ``"variables"`` (the key of a place that is to be looked up first). Default: all, or only
-            ``"copy"`` without a tokenizer; ``()``: none.
+            ``"several values"`` (3 numbers of one key), ``"variables"`` (the key of a place that is to be
+            looked up first). Default: all, or only ``"copy"`` without a tokenizer; ``()``: none.
         distances: of retrieval, in tokens from the beginning of what is looked up to the end of the context.
             Default: an eighth, a half and seven eighths of the context, the first two at least 64.
         num_prompts: of each task at each distance.
         seed: of windows and prompts: with the same arguments they are the same for every cache.
+        press: makes of the model a context around each prefill, which shortens what the cache keeps of the
+            context, such as a press of kvpress. Tokens that follow are at the positions that they have
+            without it. Default ``None``: the cache keeps what it keeps.
 
     Returns:
         ``CacheScores``: losses in nats per token with an interval, recall, bytes, milliseconds.
@@ -115,9 +122,18 @@ def evaluate_cache(
             f"the tokenizer makes the token id {largest}, and the vocabulary of the model has {vocab_size}: give the "
             "tokenizer of this model"
         )
+    if press is not None and not callable(press):
+        raise ConfigError(
+            f"press must be a function of the model that makes a context manager, such as a press of kvpress, got "
+            f"{describe(press)}"
+        )
+
+    def decoder() -> _Decoder:
+        return _Decoder(model, new_cache, press)
+
     with _running(model):
-        runs = [_Run(model, new_cache, x, context_length) for x in counted(windows, "windows through the cache")]
-        right = [_is_right(model, new_cache, x) for x in counted(prompts, "retrieval through the cache")]
+        runs = [_Run(decoder(), x, context_length) for x in counted(windows, "windows through the cache")]
+        right = [_is_right(decoder(), x) for x in counted(prompts, "retrieval through the cache")]
     return CacheScores(
         context_length=context_length,
         num_steps=num_steps,
@@ -136,8 +152,8 @@ class _Decoder:
         cache: empty at first.
     """
 
-    def __init__(self, model: PreTrainedModel, new_cache: Callable[[], Cache]) -> None:
-        self.model, self.cache = model, new_cache()
+    def __init__(self, model: PreTrainedModel, new_cache: Callable[[], Cache], press: Press | None) -> None:
+        self.model, self.cache, self._press, self._length = model, new_cache(), press, 0
         check_type("what new_cache() returns", self.cache, Cache, "a cache of transformers, such as a DynamicCache")
         if length := int(self.cache.get_seq_length()):
             raise ConfigError(
@@ -148,9 +164,16 @@ class _Decoder:
 
     def __call__(self, ids: Tensor, keep: int = 1) -> Tensor:
         """The last ``keep`` logits (keep, vocabulary) after more tokens (n,)."""
-        options = {"logits_to_keep": keep} if self._can_keep else {}
+        options: dict[str, Any] = {"logits_to_keep": keep} if self._can_keep else {}
         ids = ids[None].to(self.model.device)
-        logits: Tensor = self.model(ids, use_cache=True, **{CACHE: self.cache}, **options).logits
+        around: AbstractContextManager[Any] = nullcontext()
+        if self._press is not None:
+            # Of a cache that was shortened, the model would count positions by what is left.
+            options["position_ids"] = torch.arange(self._length, self._length + ids.shape[1], device=ids.device)[None]
+            around = nullcontext() if self._length else self._press(self.model)
+        with around:
+            logits: Tensor = self.model(ids, use_cache=True, **{CACHE: self.cache}, **options).logits
+        self._length += ids.shape[1]
         return logits[0, -keep:]
 
     def timed(self, ids: Tensor) -> tuple[Tensor, float]:
@@ -175,8 +198,7 @@ class _Run:
         nbytes: after the last step.
     """
 
-    def __init__(self, model: PreTrainedModel, new_cache: Callable[[], Cache], window: Tensor, length: int) -> None:
-        decoder = _Decoder(model, new_cache)
+    def __init__(self, decoder: _Decoder, window: Tensor, length: int) -> None:
         _, self.prefill_ms = decoder.timed(window[:length])
         losses, self.step_ms = [], []
         for step, token in enumerate(window[length:-1].split(1)):
@@ -194,9 +216,8 @@ class _Run:
         self.loss, self.nbytes = statistics.fmean(losses), cache_nbytes(decoder.cache)
 
 
-def _is_right(model: PreTrainedModel, new_cache: Callable[[], Cache], prompt: Prompt) -> bool:
+def _is_right(decoder: _Decoder, prompt: Prompt) -> bool:
     """Whether each token of the answer is the most probable one."""
-    decoder = _Decoder(model, new_cache)
     decoder(prompt.context)
     guesses = decoder(prompt.query[:-1], keep=len(prompt.query) - 1).argmax(-1).cpu()
     scored = prompt.scored[1:]

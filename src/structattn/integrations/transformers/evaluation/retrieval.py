@@ -24,8 +24,10 @@ _CUE, _COPIED = 16, 2  # tokens of a copied span that are given, and that are to
 _NEAREST = 64  # tokens: shorter distances have no room for a needle
 _FREQUENT = 200  # tokens of which a copied span is made: models know rare ones less well
 _OTHERS, _SIMILAR = 3, 5  # needles beside the one that is asked for
+_VALUES = 3  # of one key
 # Of a dozen wordings the one in which a small model finds most: the name is right before what is looked up.
 _KEY = "Pass key of {0}: {0}{1}"
+_LIST = "Pass keys of {0}: "
 _LINK = "Twin of {0}: {0} and {1}"
 _PLACES = (
     "Berlin", "Paris", "London", "Madrid", "Rome", "Vienna", "Oslo", "Athens", "Dublin", "Lisbon",
@@ -104,6 +106,12 @@ def _similar_keys(made: Generator) -> _Wording:
     return _of_places(1 + _SIMILAR, made)
 
 
+def _several_values(made: Generator) -> _Wording:
+    """One needle has all values of its key: of values in several sentences small models find the first."""
+    (place,), numbers = _places(1, made), ", ".join(_numbers(_VALUES, made))
+    return _Wording(_LIST.format(place) + numbers, (_LIST.format(place), numbers))
+
+
 def _variables(made: Generator) -> _Wording:
     """A chain of two variables. Each link is predicted, as a list of all variables of the chain would be."""
     (first, second), (number,) = _places(2, made), _numbers(1, made)
@@ -119,6 +127,7 @@ WORDINGS: dict[str, Callable[[Generator], _Wording]] = {
     "pass key": _pass_key,
     "several keys": _several_keys,
     "similar keys": _similar_keys,
+    "several values": _several_values,
     "variables": _variables,
 }
 TASKS = (COPY, *WORDINGS)
@@ -140,6 +149,7 @@ def retrieval_prompts(
       first 16 come again, and the answer is the next 2.
     * ``"pass key"``: a number of five digits in one sentence, the needle.
     * ``"several keys"``: 4 needles, of different places; ``"similar keys"``: 6 of them.
+    * ``"several values"``: 3 numbers of one place in one needle, all asked for.
     * ``"variables"``: the place asked for is the twin of another place, whose key is the number. Both are
       predicted.
 

@@ -1,0 +1,177 @@
+"""Measures docs/results/real-model.md#chosen-tokens-and-bits: what caches of several sizes lose on a real
+model.
+
+The model reads each context once. Every cache gets those keys and values, keeps what it keeps after a prompt,
+and the model goes on with it. Run it as
+
+    python real_model.py MODEL TEXT CALIBRATION --context 8192 --windows 5 --out rows.csv --figure rows.png
+
+with the folder of a model, a text file that calibration has not seen, and what ``calibrate(...).save`` wrote.
+"""
+
+import argparse
+import csv
+import statistics
+from copy import deepcopy
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+import structattn as sa
+from structattn.integrations.transformers import Calibration, allocate, level_cache, structurize
+from structattn.integrations.transformers.caches.model_cache import CACHE
+from structattn.integrations.transformers.evaluation.retrieval import retrieval_prompts
+from structattn.integrations.transformers.evaluation.texts import windows_of
+from structattn.progress import counted
+
+STEPS, AT_ONCE = 256, 16  # tokens after the context, in calls of so many
+TIMES = (4, 8, 16)
+
+
+def rows_of(model, calibration, length):
+    """Models with smaller caches, by name, with the bytes that they keep, of a plain cache in 16 bits."""
+    plain = 2 * length * sum(x.shape.num_kv_heads * (x.shape.head_dim + x.shape.value_dim) for x in calibration.layers)
+    for times in TIMES:
+        chosen = allocate(calibration, compression=times, context_length=length)
+        yield f"chosen, 1/{times}", structurize(deepcopy(model), chosen), chosen.nbytes / plain
+    storage = sa.Storage(4, 4)
+    cache = sa.LevelCache(max_length=length, storage=storage)
+    k = torch.zeros(1, 1, length, 64, dtype=torch.bfloat16)
+    cache.append(k, k)
+    yield "4 bits", structurize(deepcopy(model), "standard", storage=storage), cache.nbytes / (2 * k.nbytes)
+    for times in TIMES[1:]:
+        spec = f"window:{length // times - 4},sink_tokens=4"
+        yield f"window, 1/{times}", structurize(deepcopy(model), spec), 1 / times
+
+
+class Reader:
+    """Reads contexts, and fills caches with what was read."""
+
+    def __init__(self, model, calibration) -> None:
+        self.model, self.scorers, self.scores = model, calibration.tokens.scorers, []
+        for layer in model.model.layers:
+            layer.self_attn.register_forward_pre_hook(self._score, with_kwargs=True)
+
+    def _score(self, module, args, kwargs) -> None:
+        states = kwargs["hidden_states"]
+        scorer = self.scorers[module.layer_idx]
+        self.scores.append((states @ scorer[:, :-1].mT + scorer[:, -1]).mT)
+
+    def read(self, ids):
+        cache, self.scores = DynamicCache(config=self.model.config), []
+        self.model(ids[None], logits_to_keep=1, **{CACHE: cache})
+        return cache, self.scores
+
+    @staticmethod
+    def filled(model, read, length):
+        (plain, scores), cache = read, level_cache(model, max_length=length + 512)
+        for number, layer in enumerate(cache.layers):
+            module, states = model.model.layers[number].self_attn, plain.layers[number]
+            layer.token_scores = scores[number]
+            layer.append(states.keys, states.values, module.structure.variant, module=module)
+        return cache
+
+
+def loss(model, cache, window, length):
+    """Nats per token of what follows the context."""
+    total = 0.0
+    for at in range(length, length + STEPS, AT_ONCE):
+        logits = model(window[None, at : at + AT_ONCE], **{CACHE: cache}).logits[0].double()
+        total += float(torch.nn.functional.cross_entropy(logits, window[at + 1 : at + AT_ONCE + 1], reduction="sum"))
+    return total / STEPS
+
+
+def is_found(model, cache, prompt):
+    """Whether each token of the answer is the most probable one."""
+    guesses = model(prompt.query[None, :-1], **{CACHE: cache}).logits[0].argmax(-1)
+    scored = prompt.scored[1:]
+    return bool((guesses[scored] == prompt.query[1:][scored]).all())
+
+
+def measured(model, small, reader, windows, prompts, length):
+    """Losses and answers, by the name of the row."""
+    losses, found = {name: [] for name in small}, {name: [] for name in small}
+    for window in counted(windows, "windows"):
+        read = reader.read(window[:length])
+        caches = {name: reader.filled(one, read, length) for name, one in small.items() if one is not model}
+        for name, one in small.items():
+            losses[name].append(loss(one, caches.get(name, read[0]), window, length))
+    for prompt in counted(prompts, "prompts"):
+        read = reader.read(prompt.context)
+        caches = {name: reader.filled(one, read, length) for name, one in small.items() if one is not model}
+        for name, one in small.items():
+            found[name].append(is_found(one, caches.get(name, read[0]), prompt))
+    return losses, found
+
+
+def figure(rows, path) -> None:
+    """Loss and recall against bytes."""
+    import matplotlib.pyplot as plt
+
+    drawn, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    kinds = {"chosen": ("o-", "tokens and bits, chosen"), "window": ("s--", "a window"), "4 bits": ("D", "4 bits")}
+    for kind, (style, label) in kinds.items():
+        points = [row for row in rows if row["cache"].startswith(kind)]
+        size = [row["bytes"] for row in points]
+        axes[0].errorbar(size, [x["loss"] for x in points], [x["error"] for x in points], fmt=style, label=label)
+        axes[1].plot(size, [x["found"] / x["prompts"] for x in points], style, label=label)
+    for axis, name in zip(axes, ("loss above the original, nats per token", "found far back"), strict=True):
+        axis.set_xscale("log", base=2)
+        axis.set_xticks([1 / 16, 1 / 8, 1 / 4, 1 / 2], ["1/16", "1/8", "1/4", "1/2"])
+        axis.set(xlabel="bytes of the cache, of numbers of 16 bits", ylabel=name)
+        axis.grid(alpha=0.3)
+    axes[0].axhline(0, color="gray", lw=1)
+    axes[1].axhline(rows[0]["found"] / rows[0]["prompts"], color="gray", lw=1, label="the original")
+    axes[1].set_ylim(-0.05, 1.05)
+    axes[1].legend()
+    drawn.savefig(path, dpi=110)
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("text", type=Path)
+    parser.add_argument("calibration")
+    for name, default in (("context", 8192), ("windows", 5), ("prompts", 1)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--out", default="rows.csv")
+    parser.add_argument("--figure", default="rows.png")
+    args = parser.parse_args()
+    length = args.context
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, attn_implementation="sdpa").eval()
+    calibration = Calibration.load(args.calibration)
+    texts = [tokenizer(args.text.read_text()[:3_000_000], return_tensors="pt").input_ids[0]]
+    windows = windows_of(texts, length + STEPS + 1, args.windows, 0)
+    prompts = list(
+        retrieval_prompts(
+            texts,
+            context_length=length,
+            tokenizer=tokenizer,
+            tasks=None,
+            distances=(length // 2, length * 7 // 8),
+            num_prompts=args.prompts,
+            seed=0,
+        )
+    )
+    rows = list(rows_of(model, calibration, length))
+    small = {"as it is": model, **{name: one for name, one, _ in rows}}
+    sizes = {"as it is": 1.0, **{name: size for name, _, size in rows}}
+    losses, found = measured(model, small, Reader(model, calibration), windows, prompts, length)
+    plain, table = losses["as it is"], []
+    for name in small:
+        changes = [x - y for x, y in zip(losses[name], plain, strict=True)]
+        error = statistics.stdev(changes) / len(changes) ** 0.5 if len(changes) > 1 else 0.0
+        row = {"cache": name, "bytes": sizes[name], "loss": statistics.fmean(changes), "error": error}
+        table.append(row | {"found": sum(found[name]), "prompts": len(prompts)})
+    with Path(args.out).open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(table[0]))
+        writer.writeheader()
+        writer.writerows(table)
+    figure(table, args.figure)
+
+
+if __name__ == "__main__":
+    main()

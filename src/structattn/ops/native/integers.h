@@ -1,0 +1,277 @@
+// Products of codes with float32 numbers, by integers: where the processor adds up products of bytes (AVX512-VNNI).
+//
+// A number x of some that are multiplied together becomes the whole number nearest to x / unit, with `unit` the largest
+// of them divided by 2^21 or more, as three signed bytes. Their products with codes are added up without rounding, so
+// that what is lost is what rounding the numbers loses: about as much as a sum in float32 does.
+#pragma once
+
+#include "numbers.h"
+
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+namespace structattn {
+
+struct alignas(64) Line {  // a line of the cache of a processor, or a vector of AVX-512
+  uint8_t bytes[64];
+};
+
+constexpr int64_t kMostDims = 256;  // sums of products with as many codes do not overflow
+constexpr int64_t kPieces = 3;      // bytes of a number
+
+// Room for the bytes of up to M queries (or of their weights), and for codes in the order in which they are multiplied.
+struct IntegerRoom {
+  std::vector<Line> bytes, codes;
+  IntegerRoom(int64_t size, int64_t dims, int64_t queries)
+      : bytes(queries * (size / 4 * kPieces + 1)), codes(dims <= kMostDims ? dims : 0) {}
+};
+
+#if defined(__AVX512F__)
+
+// The functions below need it as well; others are compiled for processors without it.
+#define STRUCTATTN_INTEGERS __attribute__((target("avx512vnni")))
+
+// Whether groups of codes can be read by these functions.
+inline bool has_integers(int64_t group_size, int64_t dims) {
+  static const bool is_here = __builtin_cpu_supports("avx512vnni");
+  return is_here && group_size % 64 == 0 && dims % 8 == 0 && dims <= kMostDims;
+}
+
+inline __mmask16 first_lanes(int64_t count) { return count >= 16 ? 0xffff : (1 << count) - 1; }
+
+inline __m512 widened(const Half* x, __mmask16 lanes) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(lanes, x)); }
+
+// The larger of numbers without their signs, as bits: those of one that is not finite are the largest.
+inline __m512i larger(__m512i most, __m512 x) {
+  return _mm512_max_epi32(most, _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7fffffff)));
+}
+
+// Finds the unit of numbers of which the largest has these bits; false where they are no such numbers.
+inline bool unit_of(__m512i most, float steps, float& unit, float& inverse) {
+  const int32_t bits = _mm512_reduce_max_epi32(most);
+  if (bits >= 0x7f800000 || bits < 0x0d000000) return false;  // not finite, or below 2^-101
+  float largest;
+  std::memcpy(&largest, &bits, sizeof largest);
+  unit = largest / steps, inverse = steps / largest;
+  return true;
+}
+
+// Numbers as three signed bytes each, of which the first counts 1, the second 2^8, and the third 2^16.
+inline __m512i as_bytes(__m512 x, float inverse) {
+  const __m512i flip = _mm512_set1_epi32(0x808080);
+  const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(x, _mm512_set1_ps(inverse)));
+  return _mm512_xor_si512(_mm512_add_epi32(whole, flip), flip);
+}
+
+// 32 bytes of one row, and of another.
+inline __m512i two_rows(const uint8_t* a, const uint8_t* b) {
+  const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(a));
+  return _mm512_inserti64x4(_mm512_castsi256_si512(low), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b)), 1);
+}
+
+// The bytes of four rows side by side: of each lane of 16 the first four of each row, the next four, ...
+inline void interleave(const __m512i* row, __m512i* out) {
+  const __m512i a = _mm512_unpacklo_epi8(row[0], row[1]), b = _mm512_unpackhi_epi8(row[0], row[1]);
+  const __m512i c = _mm512_unpacklo_epi8(row[2], row[3]), d = _mm512_unpackhi_epi8(row[2], row[3]);
+  out[0] = _mm512_unpacklo_epi16(a, c), out[1] = _mm512_unpackhi_epi16(a, c);
+  out[2] = _mm512_unpacklo_epi16(b, d), out[3] = _mm512_unpackhi_epi16(b, d);
+}
+
+// Keys, 64 positions of some dimensions, four of a position side by side in vectors of 64 bytes. Of 8 bits a vector has
+// 16 positions of 4 dimensions, d ... d + 3. Of 4 bits it has two times 8 positions of 8 dimensions: d, d + 2, d + 4
+// and d + 6 in its low half, the others in the high half.
+template <bool kIsByte>
+constexpr int64_t kRowsAtOnce = kIsByte ? 4 : 8;
+
+template <bool kIsByte>
+inline void four_vectors(const uint8_t* codes, int64_t stride, __m512i* out) {
+  __m512i row[4];
+  for (int n = 0; n < 4; ++n)
+    row[n] = kIsByte ? _mm512_loadu_si512(codes + n * stride)
+                     : two_rows(codes + 2 * n * stride, codes + (2 * n + 1) * stride);
+  interleave(row, out);
+}
+
+template <bool kIsByte>
+inline void by_position(const uint8_t* codes, int64_t stride, int64_t dims, Line* out) {
+  for (int64_t d = 0; d < dims; d += kRowsAtOnce<kIsByte>, codes += kRowsAtOnce<kIsByte> * stride, out += 4) {
+    __m512i x[4];
+    four_vectors<kIsByte>(codes, stride, x);
+    for (int n = 0; n < 4; ++n) _mm512_store_si512(out + n, x[n]);
+  }
+}
+
+// Numbers of a query as bytes, in the order of `by_position`: for each of its steps a vector of each piece. False where
+// they have no unit.
+template <bool kIsByte>
+inline bool by_piece(const float* x, int64_t dims, float& unit, Line* out) {
+  const __m512i order = kIsByte ? _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
+                                : _mm512_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+  // Of four numbers side by side the first bytes, then the second ones, ...
+  const __m512i pieces = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+  __m512i most = _mm512_setzero_si512();
+  for (int64_t d = 0; d < dims; d += 16) most = larger(most, _mm512_maskz_loadu_ps(first_lanes(dims - d), x + d));
+  float inverse;
+  if (!unit_of(most, 8323072.f, unit, inverse)) return false;  // 2^23 - 2^16: three signed bytes hold it
+  for (int64_t d = 0; d < dims; d += 16) {
+    __m512i bytes = as_bytes(_mm512_maskz_loadu_ps(first_lanes(dims - d), x + d), inverse);
+    bytes = _mm512_shuffle_epi8(_mm512_permutexvar_epi32(order, bytes), pieces);
+    const __m512i first = _mm512_setzero_si512(), second = _mm512_set1_epi32(kIsByte ? 0 : 4);
+    __m512i at = _mm512_mask_blend_epi32(0xff00, first, second);
+    for (int64_t n = d; n < std::min(d + 16, dims); n += kRowsAtOnce<kIsByte>, out += kPieces) {
+      for (int p = 0; p < kPieces; ++p)
+        _mm512_store_si512(out + p, _mm512_permutexvar_epi32(_mm512_add_epi32(at, _mm512_set1_epi32(p)), bytes));
+      at = _mm512_add_epi32(at, _mm512_set1_epi32(kRowsAtOnce<kIsByte>));
+    }
+  }
+  return true;
+}
+
+// out = unit times the sums of products of codes and of a query, for 64 positions, or 32 of those in one half of each
+// byte of 4 bits. Codes are those of `by_position`, or, with a stride, as they are stored.
+template <bool kIsByte, int kShift, bool kIsStored = false>
+STRUCTATTN_INTEGERS inline void store_sums(const uint8_t* codes, const Line* query, int64_t dims, float unit,
+                                           float* out, int64_t stride = 0) {
+  __m512i sums[kPieces][4];
+#pragma GCC unroll 4
+  for (int p = 0; p < kPieces; ++p)
+#pragma GCC unroll 4
+    for (int n = 0; n < 4; ++n) sums[p][n] = _mm512_setzero_si512();
+  for (int64_t d = 0; d < dims; d += kRowsAtOnce<kIsByte>, query += kPieces) {
+    __m512i x[4];
+    if constexpr (kIsStored) {
+      four_vectors<kIsByte>(codes + d * stride, stride, x);
+    } else {
+      for (int n = 0; n < 4; ++n) x[n] = _mm512_load_si512(codes + n * sizeof(Line));
+      codes += 4 * sizeof(Line);
+    }
+#pragma GCC unroll 4
+    for (int n = 0; n < 4; ++n) {
+      if constexpr (kShift > 0) x[n] = _mm512_srli_epi16(x[n], kShift);
+      if constexpr (!kIsByte) x[n] = _mm512_and_si512(x[n], _mm512_set1_epi8(15));
+#pragma GCC unroll 4
+      for (int p = 0; p < kPieces; ++p)
+        sums[p][n] = _mm512_dpbusd_epi32(sums[p][n], x[n], _mm512_load_si512(query + p));
+    }
+  }
+#pragma GCC unroll 4
+  for (int n = 0; n < 4; ++n) {
+    const __m512i upper = _mm512_add_epi32(_mm512_slli_epi32(sums[2][n], 8), sums[1][n]);
+    if constexpr (kIsByte) {
+      const __m512 all = _mm512_mul_ps(
+          _mm512_set1_ps(unit),
+          _mm512_fmadd_ps(_mm512_cvtepi32_ps(upper), _mm512_set1_ps(256), _mm512_cvtepi32_ps(sums[0][n])));
+      _mm_storeu_ps(out + 4 * n, _mm512_extractf32x4_ps(all, 0));
+      _mm_storeu_ps(out + 16 + 4 * n, _mm512_extractf32x4_ps(all, 1));
+      _mm_storeu_ps(out + 32 + 4 * n, _mm512_extractf32x4_ps(all, 2));
+      _mm_storeu_ps(out + 48 + 4 * n, _mm512_extractf32x4_ps(all, 3));
+    } else {
+      const __m256i x = _mm256_add_epi32(_mm512_castsi512_si256(upper), _mm512_extracti64x4_epi64(upper, 1));
+      const __m256i y = _mm256_add_epi32(_mm512_castsi512_si256(sums[0][n]), _mm512_extracti64x4_epi64(sums[0][n], 1));
+      const __m256 all = _mm256_mul_ps(
+          _mm256_set1_ps(unit), _mm256_fmadd_ps(_mm256_cvtepi32_ps(x), _mm256_set1_ps(256), _mm256_cvtepi32_ps(y)));
+      _mm_storeu_ps(out + 4 * n, _mm256_castps256_ps128(all));
+      _mm_storeu_ps(out + 16 + 4 * n, _mm256_extractf128_ps(all, 1));
+    }
+  }
+}
+
+// sums[m][n] = sum over d of factor[m][d] code[d, n] for the positions of a group, with dims numbers `factor`; false,
+// and nothing done, where these have no unit.
+template <int M, bool kIsByte>
+STRUCTATTN_INTEGERS bool key_sums(const float* factor, int64_t row, const uint8_t* codes, int64_t dims,
+                                  int64_t group_size, IntegerRoom& room, float* sums) {
+  const int64_t stride = kIsByte ? group_size : group_size / 2, lines = dims / kRowsAtOnce<kIsByte> * kPieces;
+  float unit[M];
+  for (int m = 0; m < M; ++m)
+    if (!by_piece<kIsByte>(factor + m * row, dims, unit[m], room.bytes.data() + m * lines)) return false;
+  for (int64_t c = 0; c < stride; c += kIsByte ? 64 : 32) {
+    if constexpr (M == 1 && kIsByte) {
+      store_sums<true, 0, true>(codes + c, room.bytes.data(), dims, unit[0], sums + c, stride);
+    } else {
+      by_position<kIsByte>(codes + c, stride, dims, room.codes.data());
+      for (int m = 0; m < M; ++m) {
+        const Line* const query = room.bytes.data() + m * lines;
+        float* const out = sums + m * row + c;
+        store_sums<kIsByte, 0>(room.codes[0].bytes, query, dims, unit[m], out);
+        if constexpr (!kIsByte) store_sums<kIsByte, 4>(room.codes[0].bytes, query, dims, unit[m], out + stride);
+      }
+    }
+  }
+  return true;
+}
+
+// Adds to lanes[m][d], 16 numbers, sums over the positions n of a group of factor[m][n] code[d, n], which are to be
+// added up; false, and nothing done, where the numbers `factor` have no unit.
+template <int M, bool kIsByte>
+STRUCTATTN_INTEGERS bool add_value_sums(const float* factor, int64_t row, const uint8_t* codes, int64_t dims,
+                                        int64_t group_size, IntegerRoom& room, float* lanes, int64_t lanes_row) {
+  constexpr float kSteps = kIsByte ? 2097152.f : 8323072.f;  // 4 x 255 or 8 x 15 of them are below 2^31
+  const int64_t vectors = group_size / 16, stride = kIsByte ? group_size : group_size / 2, half = group_size / 2;
+  float unit[M];
+  uint8_t* const bytes = room.bytes[0].bytes;  // of each query, and of each of its pieces, those of all positions
+  for (int m = 0; m < M; ++m) {
+    const float* const x = factor + m * row;
+    __m512i most = _mm512_setzero_si512();
+    for (int64_t n = 0; n < vectors; ++n) most = larger(most, _mm512_loadu_ps(x + 16 * n));
+    float inverse;
+    if (!unit_of(most, kSteps, unit[m], inverse)) return false;
+    for (int64_t n = 0; n < vectors; ++n) {
+      const __m512i whole = as_bytes(_mm512_loadu_ps(x + 16 * n), inverse);
+      uint8_t* const to = bytes + m * kPieces * group_size + 16 * n;
+      _mm_store_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(whole));
+      _mm_store_si128(reinterpret_cast<__m128i*>(to + group_size), _mm512_cvtepi32_epi8(_mm512_srli_epi32(whole, 8)));
+      _mm_store_si128(reinterpret_cast<__m128i*>(to + 2 * group_size),
+                      _mm512_cvtepi32_epi8(_mm512_srli_epi32(whole, 16)));
+    }
+  }
+  for (int64_t c = 0; c < stride; c += kIsByte ? 64 : 32) {
+    __m512i left[M][kPieces], right[M][kPieces];  // of 4 bits: of the codes in the low halves, and in the high ones
+#pragma GCC unroll 4
+    for (int m = 0; m < M; ++m)
+      for (int p = 0; p < kPieces; ++p) {
+        const uint8_t* const from = bytes + (m * kPieces + p) * group_size + c;
+        left[m][p] = kIsByte ? _mm512_loadu_si512(from) : two_rows(from, from);
+        if constexpr (!kIsByte) right[m][p] = two_rows(from + half, from + half);
+      }
+    const __m512i mask = _mm512_set1_epi8(15);
+    for (int64_t d = 0; d < dims; d += kIsByte ? 1 : 2) {
+      const uint8_t* const from = codes + d * stride + c;
+      const __m512i all = kIsByte ? _mm512_loadu_si512(from) : two_rows(from, from + stride);
+      const __m512i low = kIsByte ? all : _mm512_and_si512(all, mask);
+      const __m512i high = _mm512_and_si512(_mm512_srli_epi16(all, 4), mask);
+#pragma GCC unroll 4
+      for (int m = 0; m < M; ++m) {
+        __m512i sum = _mm512_setzero_si512();
+#pragma GCC unroll 4
+        for (int p = kPieces - 1; p >= 0; --p) {
+          if (p < kPieces - 1) sum = _mm512_slli_epi32(sum, 8);
+          sum = _mm512_dpbusd_epi32(sum, low, left[m][p]);
+          if constexpr (!kIsByte) sum = _mm512_dpbusd_epi32(sum, high, right[m][p]);
+        }
+        const __m512 numbers = _mm512_cvtepi32_ps(sum);
+        float* const to = lanes + m * lanes_row + d * 16;
+        if constexpr (kIsByte) {
+          _mm512_storeu_ps(to, _mm512_fmadd_ps(numbers, _mm512_set1_ps(unit[m]), _mm512_loadu_ps(to)));
+        } else {
+          const __m256 times = _mm256_set1_ps(unit[m]);
+          _mm256_storeu_ps(to, _mm256_fmadd_ps(_mm512_castps512_ps256(numbers), times, _mm256_loadu_ps(to)));
+          _mm256_storeu_ps(to + 16,
+                           _mm256_fmadd_ps(_mm512_extractf32x8_ps(numbers, 1), times, _mm256_loadu_ps(to + 16)));
+        }
+      }
+    }
+  }
+  return true;
+}
+
+#undef STRUCTATTN_INTEGERS
+
+#endif  // __AVX512F__
+
+}  // namespace structattn

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := $(VENV)/transformers-oldest
-INPUTS := pyproject.toml lab/pyproject.toml constraints.txt
+INPUTS := pyproject.toml lab/pyproject.toml constraints.txt setup.py $(wildcard src/structattn/ops/native/*.cpp src/structattn/ops/native/*.h)
 # Modules are compiled afterwards, by all cores, except those that few tests import.
 INSTALL := $(BIN)/python -m pip install -q --no-compile
 SELDOM := /(tests|pip|physics|autoscaler|dashboard|serve|llm|rllib|sqlalchemy|alembic|fontTools|pygments|mypyc?|setuptools|narwhals|tornado|aiohttp|torchgen)/
@@ -12,7 +12,7 @@ COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '$(SELDOM)|/transformers/mode
 # processes that tests start.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
-.PHONY: demo test test-full test-more coverage lint docs dist clean
+.PHONY: demo test test-full test-more test-matrix coverage lint docs dist clean
 
 demo: $(VENV)/.installed-train
 	$(BIN)/structattn compare nearest-neighbor --preset demo
@@ -43,13 +43,13 @@ lint: $(VENV)/.installed-dev
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
-# Both packages as sdists, in dist/: pip install --find-links dist "structattn[native]"
-dist: $(BIN)/python
-	$(INSTALL) "setuptools>=77"
-	rm -rf dist
-	$(BIN)/python -c "from setuptools import build_meta; build_meta.build_sdist('dist')" > /dev/null
-	cd native && ../$(BIN)/python -c "import build_backend; build_backend.build_sdist('../dist')" > /dev/null
-	@ls -l dist
+# Sdists and wheels of the three packages, in dist/, checked: pip install --find-links dist structattn
+dist: $(VENV)/.installed-dist
+	$(BIN)/python packaging/build.py
+
+# What dist made, in an environment of its own for each combination of Python, PyTorch and transformers.
+test-matrix: dist
+	$(BIN)/python packaging/matrix.py
 
 # Debian ships python3 without ensurepip unless python3-venv is installed: then pip installs itself from outside.
 $(BIN)/python:
@@ -76,10 +76,14 @@ $(VENV)/.installed-docs: $(BIN)/python $(INPUTS)
 	$(INSTALL) -c constraints.txt -e ".[docs]" -e ./lab
 	@touch $@
 
+$(VENV)/.installed-dist: $(BIN)/python $(INPUTS)
+	$(INSTALL) -c constraints.txt -e ".[dist]"
+	@touch $@
+
 $(OLDEST)/.installed: $(VENV)/.installed-dev
 	$(INSTALL) --upgrade --target $(OLDEST) httpx
 	$(INSTALL) --upgrade --target $(OLDEST) --no-deps transformers==5.17.0 "huggingface_hub<2"
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist site src/*.egg-info lab/build lab/src/*.egg-info native/build native/*.egg-info native/structattn_native/*.so .pytest_cache .mypy_cache .ruff_cache htmlcov .coverage*
+	rm -rf $(VENV) build dist site src/*.egg-info lab/build lab/src/*.egg-info native/build native/*.egg-info native/structattn_native/*.so src/structattn/ops/native/*.so .pytest_cache .mypy_cache .ruff_cache htmlcov .coverage*

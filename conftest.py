@@ -22,10 +22,11 @@ import structattn
 from structattn.ops.native import library
 from structattn.testing.interpreter import quick_interpreter
 
-# `auto` must not find a library that was built here by chance: `built` makes one for its tests, and a process
-# cannot load two.
+# Most tests are of what needs no compiled code, also in the processes that they start; `built` is for others.
+# What the user chose, which processes of a test run inherit.
+INSTRUCTIONS = os.environ.setdefault("STRUCTATTN_TEST_CPU", os.environ.get("STRUCTATTN_CPU", ""))
+os.environ["STRUCTATTN_CPU"] = "none"
 os.environ["STRUCTATTN_CACHE"] = f"{os.devnull}/none"
-sys.modules["structattn_native"] = None  # type: ignore[assignment]  # nor the one that is installed as a package
 
 # The same examples in every run: what fails here fails for everyone. `--full` draws many more, and new ones
 # in each run except in CI.
@@ -95,12 +96,15 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The C++ library, compiled once for all processes of a test run; without it again afterwards."""
+    """The C++ library: the one that the installation compiled, or one that is compiled once for all processes
+    of a test run. Without it again afterwards.
+    """
     if shutil.which(os.environ.get("CXX", "c++")) is None:
         pytest.skip("no C++ compiler")
     root = tmp_path_factory.getbasetemp()
     root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STRUCTATTN_CPU", INSTRUCTIONS)
         patch.setenv("STRUCTATTN_CACHE", str(root / "native"))
         library.why_not_here.cache_clear()
         with FileLock(root / "native.lock"):  # one process compiles, the others find what it made

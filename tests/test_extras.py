@@ -1,5 +1,6 @@
 """Error messages name an installation that works, wherever the package came from."""
 
+import itertools
 import json
 import re
 import shlex
@@ -95,3 +96,16 @@ def test_where_structattn_lab_comes_from(installed) -> None:
     assert extras.install_lab() == "pip install --find-links /a/dist structattn-lab"
     installed("")
     assert extras.install_lab() == "pip install structattn-lab"
+
+
+def test_every_package_that_is_asked_for_has_an_upper_limit() -> None:
+    """Otherwise a clean clone takes a release that nobody has tried."""
+    required = set()
+    for path in ("pyproject.toml", "lab/pyproject.toml"):
+        project = tomllib.loads((ROOT / path).read_text())["project"]
+        groups = project.get("optional-dependencies", {}).values()
+        for line in itertools.chain(project["dependencies"], *groups):
+            required.add(re.match(r"[\w.-]+", line)[0])
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    limits = {re.split("<=|==", line)[0] for line in lines}
+    assert limits == {name for name in required if not name.startswith("structattn")}

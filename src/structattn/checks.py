@@ -64,11 +64,19 @@ def is_int(value: object) -> bool:
     return isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def is_exporting() -> bool:
+    """``torch.compiler.is_exporting``, whose value ``torch.compile`` of PyTorch 2.11 takes to be true when it
+    traces the call.
+    """
+    return torch.compiler.is_exporting()
+
+
 def holds(condition: bool | torch.SymBool) -> bool:
     """Whether a comparison of lengths is true; in a program that is exported, whether it is so at every
     length it may be given.
     """
-    if torch.compiler.is_exporting():
+    if is_exporting():
         from torch.fx.experimental.symbolic_shapes import statically_known_true  # it takes long to import
 
         return statically_known_true(condition)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from structattn.checks import is_exporting
 from structattn.errors import CacheError
 
 _objects: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
@@ -26,7 +27,7 @@ _numbers = itertools.count(1)
 
 def is_traced() -> bool:
     """Whether ``torch.compile`` traces this code, for a program that runs in this process."""
-    return torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
+    return torch.compiler.is_dynamo_compiling() and not is_exporting()
 
 
 def new_number(thing: object) -> Tensor | None:

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from structattn.checks import check_choice, holds
+from structattn.checks import check_choice, holds, is_exporting
 from structattn.errors import BackendUnavailableError
 from structattn.ops import derivatives, sdpa, small
 from structattn.ops.blocked import backend as blocked
@@ -77,6 +77,11 @@ def _no_triton() -> str | None:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _no_native() -> str | None:
     return library.why_not_here()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _say_that_native_lacks() -> None:
+    library.warn_that_it_lacks()
 
 
 def _triton() -> ModuleType:
@@ -208,14 +213,17 @@ def _is_native(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) ->
     """Whether the C++ code is there and computes a call: of one level what PyTorch's own kernels do not, and
     what takes them longer.
     """
-    if not q.is_cpu or torch.compiler.is_exporting():  # an exported program may run on another machine
+    if not q.is_cpu or is_exporting():  # an exported program may run on another machine
         return False
     is_pytorchs = len(call.layout.ranks) == 1 and sdpa.suits(q, k, v, call, return_lse or call.terms.sinks is not None)
     if is_pytorchs and not (_is_long(q, k) or _is_masked_twice(call)):
         return False
     if is_pytorchs and _needs_bias_gradient(call):
         return False
-    return _why_not_call(NATIVE, q, k, v, call) is None
+    if NATIVE.why_not_here() is None:
+        return NATIVE.why_not(q, k, v, call) is None
+    _say_that_native_lacks()
+    return False
 
 
 def _is_long(q: Tensor, k: Tensor) -> bool:

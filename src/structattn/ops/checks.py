@@ -24,6 +24,7 @@ from structattn.checks import (
     check_tensor,
     check_type,
     is_autocast,
+    is_exporting,
     no_autocast,
 )
 from structattn.errors import ConfigError, ShapeError
@@ -81,7 +82,7 @@ def is_transformed() -> bool:
 
 def is_onnx_export() -> bool:
     """Whether ``torch.onnx.export`` traces: ONNX has none of our operators."""
-    return torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export()
+    return is_exporting() and torch.onnx.is_in_onnx_export()
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -4,33 +4,30 @@
 // The weights are those of an online softmax, and are computed again from the log-sum-exp in the backward pass (Dao et
 // al. 2022, FlashAttention).
 #include "decode.h"
+#include "operators.h"
 #include "paged.h"
 #include "terms.h"
 #include "tiles.h"
 
-#include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_strided.h>
-#include <ATen/ops/full.h>
-#include <ATen/ops/sum.h>
-#include <torch/library.h>
-
-#include <cmath>
 #include <tuple>
 
 namespace structattn {
 namespace {
 
-using at::Tensor;
-
 template <typename T>
 constexpr T kNone = -std::numeric_limits<T>::infinity();
 
 template <typename T>
-struct View {  // of (B, H, T, D), with rows of neighbouring numbers
+struct View {  // of (..., B, H, T, D), with rows of neighbouring numbers
   T* data;
   int64_t batch, head, row;
-  explicit View(const Tensor& x) : data(x.data_ptr<T>()), batch(x.stride(0)), head(x.stride(1)), row(x.stride(2)) {}
+  explicit View(const Tensor& x)
+      : batch(x.stride(x.dim() - 4)), head(x.stride(x.dim() - 3)), row(x.stride(x.dim() - 2)) {
+    if constexpr (std::is_const_v<T>)
+      data = x.const_data_ptr<std::remove_const_t<T>>();
+    else
+      data = x.data_ptr<T>();
+  }
   T* at(int64_t b, int64_t h, int64_t t) const { return data + b * batch + h * head + t * row; }
 };
 
@@ -59,6 +56,7 @@ std::vector<int64_t> runs_of(const std::vector<Span>& spans) {
 // nothing writes. The order of heads and rows in memory is that of an input: projections of hidden states have the
 // heads of a token side by side, and get gradients of this form without a copy. With several parts (parts, B, H, T,
 // size). No views: autograd refuses changes in place of some.
+template <typename T>
 Tensor results(const Tensor& like, int64_t size, int64_t rows, int64_t parts = 1) {
   const int64_t batch = like.size(0), heads = like.size(1), length = like.size(2), numbers = heads * length * size;
   const bool by_token = like.stride(1) > 0 && like.stride(1) < like.stride(2);
@@ -68,8 +66,9 @@ Tensor results(const Tensor& like, int64_t size, int64_t rows, int64_t parts = 1
     sizes.insert(sizes.begin(), parts);
     strides.insert(strides.begin(), batch * numbers);
   }
-  Tensor found = at::empty_strided(sizes, strides, like.options());
-  return rows == batch * length ? found : found.zero_();
+  Tensor found = empty_strided(sizes, strides, like.dtype());
+  if (rows != batch * length) std::fill_n(found.data_ptr<T>(), parts * batch * numbers, T(0));
+  return found;
 }
 
 template <typename T>
@@ -89,15 +88,12 @@ template <typename T>
 class Packed {
  public:
   Packed(const std::vector<Span>& spans, const Tensor& x)
-      : heads_(x.stride(1) == 0 ? std::min<int64_t>(x.size(1), 1) : x.size(1)), dim_(x.size(3)) {
-    int64_t total = 0;
-    for (const Span& span : spans) {
-      first_.push_back(total);
-      total += tiles_of(span.num_keys, kCols) * dim_ * kCols * heads_;
-    }
-    memory_ = at::empty({total}, x.options());
-    const View<T> view(x);
-    at::parallel_for(0, static_cast<int64_t>(spans.size()) * heads_, 1, [&](int64_t begin, int64_t end) {
+      : heads_(x.stride(1) == 0 ? std::min<int64_t>(x.size(1), 1) : x.size(1)),
+        dim_(x.size(3)),
+        first_(begins(spans)),
+        memory_(first_.back()) {
+    const View<const T> view(x);
+    parallel_for(static_cast<int64_t>(spans.size()) * heads_, [&](int64_t begin, int64_t end) {
       for (int64_t n = begin; n < end; ++n) {
         const Span& span = spans[n / heads_];
         pack<T>(view.at(span.row, n % heads_, span.key), view.row, span.num_keys, dim_,
@@ -107,27 +103,34 @@ class Packed {
   }
 
   T* at(int64_t number, int64_t head, const Span& span) const {
-    return memory_.data_ptr<T>() + first_[number] + head % heads_ * tiles_of(span.num_keys, kCols) * dim_ * kCols;
+    return memory_.data() + first_[number] + head % heads_ * tiles_of(span.num_keys, kCols) * dim_ * kCols;
   }
 
  private:
+  // Where the numbers of each span begin, and last where they end.
+  std::vector<int64_t> begins(const std::vector<Span>& spans) const {
+    std::vector<int64_t> out{0};
+    for (const Span& span : spans) out.push_back(out.back() + tiles_of(span.num_keys, kCols) * dim_ * kCols * heads_);
+    return out;
+  }
+
   int64_t heads_, dim_;
   std::vector<int64_t> first_;
-  Tensor memory_;
+  Buffer<T> memory_;
 };
 
 // out = x times one number.
 template <typename T>
 inline void multiplied(const T* x, T factor, int64_t size, T* out) {
-  at::vec::map<T>([factor](Vec<T> a) { return a * Vec<T>(factor); }, out, x, size);
+  map([factor](Vec<T> a) { return a * Vec<T>(factor); }, out, x, size);
 }
 
 // out = x times the factor of each level.
 template <typename T>
 void scaled(const Layout<T>& layout, const T* x, int64_t stride, int64_t rows, T* out, int64_t out_stride) {
   for (int64_t i = 0; i < rows; ++i)
-    at::vec::map2<T>([](Vec<T> a, Vec<T> b) { return a * b; }, out + i * out_stride, x + i * stride,
-                     layout.per_dim.data(), layout.dim());
+    map2([](Vec<T> a, Vec<T> b) { return a * b; }, out + i * out_stride, x + i * stride, layout.per_dim.data(),
+         layout.dim());
 }
 
 // Queries of a tile, also times the factor of a number of levels, which changes a few times only from the farthest keys
@@ -167,10 +170,10 @@ void weigh(T* row, int64_t first, int64_t last, T* sums, int64_t size, T& most, 
   constexpr int64_t W = V::size();
   if (first == last) return;
   V top = V::loadu(row + first);
-  for (int64_t c = first + W; c < last; c += W) top = at::vec::maximum(top, V::loadu(row + c));
-  if ((top <= V(most)).zero_mask() != 0) {  // a larger one, or one that is not a number
-    const T largest = at::vec::vec_reduce_all<T>([](V a, V b) { return at::vec::maximum(a, b); }, top);
-    const T factor = most == kNone<T> ? T(0) : std::exp(most - largest);
+  for (int64_t c = first + W; c < last; c += W) top = maximum(top, V::loadu(row + c));
+  if (!all_at_most(top, V(most))) {  // a larger one, or one that is not a number
+    const T largest = largest_of(top);
+    const T factor = most == kNone<T> ? T(0) : exponential(most - largest);
     (V::loadu(total) * V(factor)).store(total);
     if (most != kNone<T>) multiplied<T>(sums, factor, size, sums);
     most = largest;
@@ -181,7 +184,7 @@ void weigh(T* row, int64_t first, int64_t last, T* sums, int64_t size, T& most, 
   const V shift(most);
   V added = V::loadu(total);
   for (int64_t c = first; c < last; c += W) {
-    const V weight = exponential<T>(V::loadu(row + c), shift);
+    const V weight = exponential(V::loadu(row + c), shift);
     weight.store(row + c);
     added = added + weight;
   }
@@ -194,11 +197,13 @@ std::tuple<Tensor, Tensor> forward_of(const Tensor& q, const Tensor& k, const Te
   using V = Vec<T>;
   constexpr int64_t W = V::size();
   const int64_t heads = q.size(1), share = heads / k.size(1), size = layout.value_dim();
-  Tensor out = results(q, size, queries_in(spans));
-  Tensor lse = at::full({q.size(0), heads, q.size(2)}, kNone<T>, q.options());
+  Tensor out = results<T>(q, size, queries_in(spans));
+  Tensor lse = empty({q.size(0), heads, q.size(2)}, q.dtype());
   const Packed<T> keys(spans, k);
-  const View<T> queries_of(q), values(v), outs(out);
+  const View<const T> queries_of(q), values(v);
+  const View<T> outs(out);
   T* const lses = lse.data_ptr<T>();
+  std::fill_n(lses, lse.numel(), kNone<T>);
   const int64_t num_queries = q.size(2);
   std::vector<Work> work;
   for (size_t n = 0; n < spans.size(); ++n) {
@@ -208,7 +213,7 @@ std::tuple<Tensor, Tensor> forward_of(const Tensor& q, const Tensor& k, const Te
            ++i)  // the first and the last in turn: their work differs, that of the threads should not
         work.push_back({static_cast<int64_t>(n), h, (i % 2 ? tiles - 1 - i / 2 : i / 2) * kRows});
   }
-  at::parallel_for(0, static_cast<int64_t>(work.size()), 1, [&](int64_t begin, int64_t end) {
+  parallel_for(static_cast<int64_t>(work.size()), [&](int64_t begin, int64_t end) {
     std::vector<T> score(kRows * kCols), sums(kRows * size), most(kRows), total(kRows * W);
     Query<T> query(layout);
     Tiles<T> tiles(layout);
@@ -237,18 +242,36 @@ std::tuple<Tensor, Tensor> forward_of(const Tensor& q, const Tensor& k, const Te
       }
       T* const to_lse = lses + (span.row * heads + head) * num_queries + span.query + first;
       for (int64_t i = 0; i < rows; ++i) {
-        const T weights = at::vec::vec_reduce_all<T>([](V a, V b) { return a + b; }, V::loadu(total.data() + i * W));
+        const T weights = sum_of(V::loadu(total.data() + i * W));
         T* const to = outs.at(span.row, head, span.query + first + i);
         if (weights == 0) {  // it sees nothing
           std::fill_n(to, size, T(0));
           continue;
         }
         multiplied<T>(sums.data() + i * size, 1 / weights, size, to);
-        to_lse[i] = most[i] + std::log(weights);
+        to_lse[i] = most[i] + logarithm(weights);
       }
     }
   });
-  return {out, lse};
+  return {std::move(out), std::move(lse)};
+}
+
+// The sum of the parts of `results`.
+template <typename T>
+Tensor sum_of_parts(const Tensor& like, const Tensor& parts, int64_t size, int64_t count, int64_t numbers) {
+  constexpr int64_t kAtOnce = 4096;
+  Tensor out = results<T>(like, size, like.size(0) * like.size(2));
+  const T* const from = parts.const_data_ptr<T>();
+  T* const to = out.data_ptr<T>();
+  parallel_for(tiles_of(numbers, kAtOnce), [&](int64_t begin, int64_t end) {
+    for (int64_t first = begin * kAtOnce; first < std::min(end * kAtOnce, numbers); first += kAtOnce) {
+      const int64_t some = std::min(kAtOnce, numbers - first);
+      std::copy_n(from + first, some, to + first);
+      for (int64_t n = 1; n < count; ++n)
+        map2([](Vec<T> a, Vec<T> b) { return a + b; }, to + first, to + first, from + n * numbers + first, some);
+    }
+  });
+  return out;
 }
 
 template <typename T>
@@ -261,7 +284,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_of(const Tensor& grad_out, const Ten
   const int64_t heads = q.size(1), groups = k.size(1), share = heads / groups, dim = layout.dim(),
                 size = layout.value_dim();
   const std::vector<int64_t> runs = runs_of(spans);  // one thread adds to the gradients of the keys of a run
-  const int64_t pairs = static_cast<int64_t>(runs.size() - 1) * groups, threads = at::get_num_threads();
+  const int64_t pairs = static_cast<int64_t>(runs.size() - 1) * groups, threads = num_threads();
   // Where there are fewer key heads than threads, each adds up gradients of keys and values of its own for a part of
   // the queries.
   int64_t splits = 1, most_tiles = 1, most_keys = 0;
@@ -278,13 +301,14 @@ std::tuple<Tensor, Tensor, Tensor> backward_of(const Tensor& grad_out, const Ten
   splits = std::min(splits, most_tiles);
   int64_t num_keys = 0;
   for (size_t n = 0; n + 1 < runs.size(); ++n) num_keys += spans[runs[n]].num_keys;
-  Tensor grad_q = results(q, dim, queries_in(spans)), grad_k = results(k, dim, num_keys, splits),
-         grad_v = results(v, size, num_keys, splits);
+  Tensor grad_q = results<T>(q, dim, queries_in(spans)), grad_k = results<T>(k, dim, num_keys, splits),
+         grad_v = results<T>(v, size, num_keys, splits);
   const int64_t part_k = k.size(0) * groups * k.size(2) * dim, part_v = k.size(0) * groups * k.size(2) * size;
   const Packed<T> keys_t(spans, k), values_t(spans, v);
-  const View<T> queries_of(q), keys(k), outward(grad_out), to_q(grad_q), to_k(splits == 1 ? grad_k : grad_k[0]),
-      to_v(splits == 1 ? grad_v : grad_v[0]);
-  at::parallel_for(0, pairs * splits, 1, [&](int64_t begin, int64_t end) {
+  const View<const T> queries_of(q), keys(k), outward(grad_out);
+  const View<T> to_q(grad_q), to_k(grad_k), to_v(grad_v);
+  const T *const lses = lse.const_data_ptr<T>(), *const deltas = delta.const_data_ptr<T>();
+  parallel_for(pairs * splits, [&](int64_t begin, int64_t end) {
     std::vector<T> weight(kRows * kCols), change(kRows * kCols), sums(kRows * dim), shift(kRows),
         slope(terms.has_softcap() ? kRows * kCols : 0);
     // Gradients of a sequence and its key head, packed: what is added to narrow slices.
@@ -310,10 +334,10 @@ std::tuple<Tensor, Tensor, Tensor> backward_of(const Tensor& grad_out, const Ten
             query.set(queries_of.at(span.row, head, span.query + first), queries_of.row, rows);
             std::fill(sums.begin(), sums.end(), T(0));
             for (int64_t i = 0; i < rows; ++i) {  // a row that sees nothing has weights 0
-              const T found = lse.const_data_ptr<T>()[at + i];
+              const T found = lses[at + i];
               shift[i] = found == kNone<T> ? -kNone<T> : found;
             }
-            const T* drop = delta.const_data_ptr<T>() + at;
+            const T* drop = deltas + at;
             const T* own = outward.at(span.row, head, span.query + first);
             for (const Tile<T>& tile : tiles.of(span, first, rows)) {
               const T* factors = layout.per_count.data();
@@ -327,7 +351,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_of(const Tensor& grad_out, const Ten
                 tile.seen(i, T(0), d);
                 const V lower(shift[i]), less(drop[i]), factor(factors[tile.base()]);
                 for (int64_t c = low; c < high; c += W) {
-                  const V p = exponential<T>(V::loadu(w + c), lower);
+                  const V p = exponential(V::loadu(w + c), lower);
                   p.store(w + c);
                   (p * (V::loadu(d + c) - less) * factor).store(d + c);
                 }
@@ -359,26 +383,24 @@ std::tuple<Tensor, Tensor, Tensor> backward_of(const Tensor& grad_out, const Ten
       }
     }
   });
-  if (splits > 1) {
-    Tensor sum_k = results(k, dim, k.size(0) * k.size(2)), sum_v = results(v, size, k.size(0) * k.size(2));
-    at::sum_out(sum_k, grad_k, 0);
-    at::sum_out(sum_v, grad_v, 0);
-    return {grad_q, sum_k, sum_v};
-  }
-  return {grad_q, grad_k, grad_v};
+  if (splits > 1)
+    return {std::move(grad_q), sum_of_parts<T>(k, grad_k, dim, splits, part_k),
+            sum_of_parts<T>(v, grad_v, size, splits, part_v)};
+  return {std::move(grad_q), std::move(grad_k), std::move(grad_v)};
 }
 
 // The arguments of a call. Of its layout: ranks, value ranks, factors per level and per number of levels, intervals (2,
 // levels, positions), the position of their first. Of its scores: the soft cap, 0 for none; slopes (1 or B, H); bias
 // and mask (B, H, T, S).
-#define STRUCTATTN_CALL                                                                                    \
-  const Tensor &spans, at::IntArrayRef ranks, at::IntArrayRef value_ranks, at::ArrayRef<double> per_level, \
-      at::ArrayRef<double> per_count, const Tensor &intervals, int64_t first_position, double softcap,     \
-      const std::optional<Tensor>&slopes, const std::optional<Tensor>&bias, const std::optional<Tensor>&mask
+#define STRUCTATTN_CALL                                                                                             \
+  const Tensor &spans, const std::vector<int64_t>&ranks, const std::vector<int64_t>&value_ranks,                    \
+      const std::vector<double>&per_level, const std::vector<double>&per_count, const Tensor &intervals,            \
+      int64_t first_position, double softcap, const std::optional<Tensor>&slopes, const std::optional<Tensor>&bias, \
+      const std::optional<Tensor>&mask
 
 template <typename F>
 auto by_dtype(const Tensor& q, const F& f) {
-  return q.scalar_type() == at::kDouble ? f(double()) : f(float());
+  return q.dtype() == dtype_of<double>() ? f(double()) : f(float());
 }
 
 std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& v, STRUCTATTN_CALL) {
@@ -400,49 +422,40 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_out, const Tensor
 }
 
 Tensor step(const std::optional<Tensor>& q, const Tensor& k, const Tensor& v, const Tensor& factors,
-            const std::optional<Tensor>& order, at::TensorList pages, const Tensor& plan, const Tensor& old,
+            const std::optional<Tensor>& order, const std::vector<Tensor>& pages, const Tensor& plan, const Tensor& old,
             int64_t position, int64_t number) {
   const auto of = [&](auto zero) {
     return stepped<decltype(zero)>(q, k, v, factors, order, pages, plan, old, position, number);
   };
-  if (k.scalar_type() == at::kBFloat16) return of(at::BFloat16());
-  return k.scalar_type() == at::kHalf ? of(at::Half()) : by_dtype(k, of);
+  if (k.dtype() == dtype_of<BFloat16>()) return of(BFloat16());
+  return k.dtype() == dtype_of<Half>() ? of(Half()) : by_dtype(k, of);
 }
 
-Tensor attend_pages(const Tensor& q, const Tensor& factors, at::TensorList parts, at::TensorList tables,
-                    const Tensor& positions, const Tensor& plan, int64_t value_dim) {
+Tensor attend_pages(const Tensor& q, const Tensor& factors, const std::vector<Tensor>& parts,
+                    const std::vector<Tensor>& tables, const Tensor& positions, const Tensor& plan, int64_t value_dim) {
   const auto of = [&](auto zero) {
     return attended<decltype(zero)>(q, factors, parts, tables, positions, plan, value_dim);
   };
-  if (q.scalar_type() == at::kBFloat16) return of(at::BFloat16());
-  return q.scalar_type() == at::kHalf ? of(at::Half()) : by_dtype(q, of);
+  if (q.dtype() == dtype_of<BFloat16>()) return of(BFloat16());
+  return q.dtype() == dtype_of<Half>() ? of(Half()) : by_dtype(q, of);
 }
 
-}  // namespace
-
-#define STRUCTATTN_SCHEMA                                                                                      \
-  "Tensor spans, int[] ranks, int[] value_ranks, float[] per_level, float[] per_count, Tensor intervals, int " \
-  "first_position, float softcap, "                                                                            \
-  "Tensor? slopes, Tensor? bias, Tensor? mask)"
-
-TORCH_LIBRARY(structattn_native, m) {
-  m.def("forward(Tensor q, Tensor k, Tensor v, " STRUCTATTN_SCHEMA " -> (Tensor, Tensor)");
-  m.def("backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor lse, Tensor delta, " STRUCTATTN_SCHEMA
-        " -> (Tensor, Tensor, Tensor)");
-  m.def(
+const Library library = [] {
+  const std::string call =
+      "Tensor spans, int[] ranks, int[] value_ranks, float[] per_level, float[] per_count, Tensor intervals, "
+      "int first_position, float softcap, Tensor? slopes, Tensor? bias, Tensor? mask)";
+  const Library out("structattn_native");
+  out.add<forward>("forward(Tensor q, Tensor k, Tensor v, " + call + " -> (Tensor, Tensor)");
+  out.add<backward>("backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor lse, Tensor delta, " + call +
+                    " -> (Tensor, Tensor, Tensor)");
+  out.add<step>(
       "step(Tensor? q, Tensor k, Tensor v, Tensor factors, Tensor? order, Tensor[](a!) pages, Tensor(b!) plan, "
-      "Tensor(c!) old, int position, "
-      "int number) -> Tensor");
-  m.def(
+      "Tensor(c!) old, int position, int number) -> Tensor");
+  out.add<attend_pages>(
       "attend_pages(Tensor q, Tensor factors, Tensor[] parts, Tensor[] tables, Tensor positions, Tensor plan, int "
       "value_dim) -> Tensor");
-}
+  return out;
+}();
 
-TORCH_LIBRARY_IMPL(structattn_native, CPU, m) {
-  m.impl("forward", forward);
-  m.impl("backward", backward);
-  m.impl("step", step);
-  m.impl("attend_pages", attend_pages);
-}
-
+}  // namespace
 }  // namespace structattn

@@ -5,9 +5,6 @@
 #include "products.h"
 #include "storage.h"
 
-#include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
-
 #include <cmath>
 #include <cstring>
 #include <numeric>
@@ -18,32 +15,10 @@ namespace structattn {
 
 constexpr int64_t kChunk = 512;  // positions whose scores stay in the first cache while all dimensions are added
 
-// As many numbers as a vector has, in the type that they are computed in.
-template <typename S>
-inline Vec<Sum<S>> load_numbers(const S* x) {
-  if constexpr (std::is_same_v<S, Sum<S>>) {
-    return Vec<S>::loadu(x);
-  } else {
-#if defined(CPU_CAPABILITY_AVX512)
-    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
-    if constexpr (std::is_same_v<S, at::Half>) return _mm512_cvtph_ps(bits);
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
-#elif defined(CPU_CAPABILITY_AVX2)
-    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x));
-    if constexpr (std::is_same_v<S, at::Half>) return _mm256_cvtph_ps(bits);
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
-#else
-    float numbers[Vec<float>::size()];
-    for (int64_t n = 0; n < Vec<float>::size(); ++n) numbers[n] = x[n];
-    return Vec<float>::loadu(numbers);
-#endif
-  }
-}
-
 // Query heads that read the same keys and values and are computed together: what they read is loaded, and converted,
 // once. One where speed matters less than the time of compiling.
 template <typename S>
-constexpr int64_t kHeads = std::is_same_v<S, float> || std::is_same_v<S, at::BFloat16> ? 4 : 1;
+constexpr int64_t kHeads = std::is_same_v<S, float> || std::is_same_v<S, BFloat16> ? 4 : 1;
 constexpr int64_t kMostHeads = 4;
 
 // out[m][c] = before * out[m][c] + sum over d of q[m][d] x[d stride + c], for M queries `q_row` apart.
@@ -74,10 +49,10 @@ void add_scores(const T* q, int64_t q_row, const S* x, int64_t stride, int64_t d
 #pragma GCC unroll 4
         for (int m = 0; m < M; ++m) {
           T* const to = out + m * out_row + from + c;
-          V sum = at::vec::fmadd(left[m][0], xa, V::loadu(to));
+          V sum = fmadd(left[m][0], xa, V::loadu(to));
           V other = left[m][1] * xb;
-          sum = at::vec::fmadd(left[m][2], xe, sum);
-          other = at::vec::fmadd(left[m][3], xf, other);
+          sum = fmadd(left[m][2], xe, sum);
+          other = fmadd(left[m][3], xf, other);
           (sum + other).store(to);
         }
       }
@@ -102,20 +77,20 @@ void softmax(T* x, int64_t size) {
   int64_t c = 0;
   if (size >= W) {
     V top = V::loadu(x);
-    for (c = W; c + W <= size; c += W) top = at::vec::maximum(top, V::loadu(x + c));
-    most = at::vec::vec_reduce_all<T>([](V a, V b) { return at::vec::maximum(a, b); }, top);
+    for (c = W; c + W <= size; c += W) top = maximum(top, V::loadu(x + c));
+    most = largest_of(top);
   }
   for (; c < size; ++c) most = std::max(most, x[c]);
   const V shift(most);
   V added(0);
   T total = 0;
   for (c = 0; c + W <= size; c += W) {
-    const V e = exponential<T>(V::loadu(x + c), shift);
+    const V e = exponential(V::loadu(x + c), shift);
     e.store(x + c);
     added = added + e;
   }
   for (; c < size; ++c) total += x[c] = std::exp(x[c] - most);
-  total += at::vec::vec_reduce_all<T>([](V a, V b) { return a + b; }, added);
+  total += sum_of(added);
   const T factor = 1 / total;
   for (c = 0; c < size; ++c) x[c] *= factor;
 }
@@ -135,15 +110,15 @@ void add_dots(const T* a, int64_t row, const S* b, int64_t size, T* out, int64_t
     for (int n = 0; n < kSums; ++n) {
       const V right = load_numbers(b + c + n * W);
 #pragma GCC unroll 4
-      for (int m = 0; m < M; ++m) sum[m][n] = at::vec::fmadd(V::loadu(a + m * row + c + n * W), right, sum[m][n]);
+      for (int m = 0; m < M; ++m) sum[m][n] = fmadd(V::loadu(a + m * row + c + n * W), right, sum[m][n]);
     }
   for (; c + W <= size; c += W)
-    for (int m = 0; m < M; ++m) sum[m][0] = at::vec::fmadd(V::loadu(a + m * row + c), load_numbers(b + c), sum[m][0]);
+    for (int m = 0; m < M; ++m) sum[m][0] = fmadd(V::loadu(a + m * row + c), load_numbers(b + c), sum[m][0]);
 #pragma GCC unroll 4
   for (int m = 0; m < M; ++m) {
     V all = sum[m][0];
     for (int n = 1; n < kSums; ++n) all = all + sum[m][n];
-    T total = at::vec::vec_reduce_all<T>([](V x, V y) { return x + y; }, all);
+    T total = sum_of(all);
     for (int64_t n = c; n < size; ++n) total += a[m * row + n] * b[n];
     out[m * out_row] += total;
   }
@@ -165,7 +140,7 @@ struct Codes {
   static V bytes(const uint8_t* x) { return of<0, 255>(x); }
 
   static void halves(const uint8_t* x, V& low, V& high) {
-#if defined(CPU_CAPABILITY_AVX512)
+#if defined(__AVX512F__)
     if constexpr (std::is_same_v<T, float>) {  // looked up: the 4 low bits of an index count
       const __m512 table = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
       const __m512i at = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
@@ -181,7 +156,7 @@ struct Codes {
  private:
   template <int kShift, int kMask>
   static V of(const uint8_t* x) {
-#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
+#if defined(__AVX2__)
     if constexpr (std::is_same_v<T, float>) {
       __m128i all;
       if constexpr (W == 16)
@@ -190,7 +165,7 @@ struct Codes {
         all = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(x));
       if constexpr (kShift > 0) all = _mm_srli_epi16(all, kShift);
       if constexpr (kMask < 255) all = _mm_and_si128(all, _mm_set1_epi8(kMask));
-#if defined(CPU_CAPABILITY_AVX512)
+#if defined(__AVX512F__)
       return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(all));
 #else
       return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(all));
@@ -205,9 +180,9 @@ struct Codes {
 
 // Bytes of a dimension that are read at once, for M queries: as many as there are registers for the sums.
 template <typename T, int M>
-constexpr int64_t kBytes = kIsWide<T> || M == 1 ? 32
-                           : M == 2             ? 16
-                                                : 8;
+constexpr int64_t kBytes = kIsWide || M == 1 ? 32
+                           : M == 2          ? 16
+                                             : 8;
 
 // Adds factor[m][d] code[d, c], summed over d, to the positions c of M sums that some bytes of each dimension hold: of
 // 8 bits from `low` on; of 4 bits from `low` on those in the low halves, from `high` on those in the high ones.
@@ -236,8 +211,8 @@ void add_codes(const T* factor, int64_t factor_row, const uint8_t* codes, int64_
         C::halves(codes + n * C::W, code, other);
 #pragma GCC unroll 4
       for (int m = 0; m < M; ++m) {
-        lower[m][n] = at::vec::fmadd(scale[m], code, lower[m][n]);
-        if constexpr (!kIsByte) upper[m][n] = at::vec::fmadd(scale[m], other, upper[m][n]);
+        lower[m][n] = fmadd(scale[m], code, lower[m][n]);
+        if constexpr (!kIsByte) upper[m][n] = fmadd(scale[m], other, upper[m][n]);
       }
     }
   }
@@ -273,9 +248,9 @@ template <typename T>
 void copy_numbers(const T* from, int64_t count, T* to) {
   std::copy(from, from + count, to);
 }
-inline void copy_numbers(const at::Half* from, int64_t count, float* to) {
+inline void copy_numbers(const Half* from, int64_t count, float* to) {
   int64_t n = 0;
-#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
+#if defined(__AVX2__)
   for (; n + 8 <= count; n += 8)
     _mm256_storeu_ps(to + n, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + n))));
 #endif
@@ -315,7 +290,7 @@ void key_sums_by_numbers(const T* factor, int64_t size, const uint8_t* codes, co
 template <int M, typename T>
 bool key_sums_by_integers(const T* factor, int64_t size, const uint8_t* codes, const GroupSpan<T>& span,
                           int64_t group_size, IntegerRoom& room, T* sums) {
-#if defined(CPU_CAPABILITY_AVX512)
+#if defined(__AVX512F__)
   if constexpr (std::is_same_v<T, float>)
     if (has_integers(group_size, span.dims))
       return span.bits == 8 ? key_sums<M, true>(factor, size, codes, span.dims, group_size, room, sums)
@@ -367,8 +342,8 @@ void add_values_by_numbers(const T* factor, int64_t size, const uint8_t* codes, 
         const V left = C::bytes(own + c), right = C::bytes(own + c + C::W);
 #pragma GCC unroll 4
         for (int m = 0; m < M; ++m) {
-          sum[m] = at::vec::fmadd(V::loadu(factor + m * size + c), left, sum[m]);
-          other[m] = at::vec::fmadd(V::loadu(factor + m * size + c + C::W), right, other[m]);
+          sum[m] = fmadd(V::loadu(factor + m * size + c), left, sum[m]);
+          other[m] = fmadd(V::loadu(factor + m * size + c + C::W), right, other[m]);
         }
       }
     } else {
@@ -377,8 +352,8 @@ void add_values_by_numbers(const T* factor, int64_t size, const uint8_t* codes, 
         C::halves(own + c, low, high);
 #pragma GCC unroll 4
         for (int m = 0; m < M; ++m) {
-          sum[m] = at::vec::fmadd(V::loadu(factor + m * size + c), low, sum[m]);
-          other[m] = at::vec::fmadd(V::loadu(factor + m * size + half + c), high, other[m]);
+          sum[m] = fmadd(V::loadu(factor + m * size + c), low, sum[m]);
+          other[m] = fmadd(V::loadu(factor + m * size + half + c), high, other[m]);
         }
       }
     }
@@ -402,7 +377,7 @@ void add_values_by_numbers(const T* factor, int64_t size, const uint8_t* codes, 
 template <int M, typename T>
 bool add_values_by_integers(const T* factor, int64_t size, const uint8_t* codes, int64_t bits, int64_t dims,
                             int64_t group_size, IntegerRoom& room, T* lanes, int64_t lanes_row) {
-#if defined(CPU_CAPABILITY_AVX512)
+#if defined(__AVX512F__)
   if constexpr (std::is_same_v<T, float>)
     if (has_integers(group_size, dims))
       return bits == 8 ? add_value_sums<M, true>(factor, size, codes, dims, group_size, room, lanes, lanes_row)
@@ -560,8 +535,7 @@ void attend_together(const std::vector<Weighed<S, Span>>& softmaxes, int64_t key
       for (int m = 0; m < M; ++m)
         for (int64_t d = 0; d < span.dims; ++d)
           sums[m * room.value_dim + span.first + d] +=
-              at::vec::vec_reduce_all<T>([](Vec<T> a, Vec<T> b) { return a + b; },
-                                         Vec<T>::loadu(lanes + m * room.group.lanes_row + d * Codes<T>::W));
+              sum_of(Vec<T>::loadu(lanes + m * room.group.lanes_row + d * Codes<T>::W));
     }
   }
 }
@@ -569,9 +543,9 @@ void attend_together(const std::vector<Weighed<S, Span>>& softmaxes, int64_t key
 // Weighted sums (B, H, 1, value dims) of queries (B, H, 1, D), times `factors` (D). The query heads of a key (or value)
 // head read its row: of all in one list of softmaxes, or those of each b in its own.
 template <typename S, template <typename> class Span>
-void attend(const at::Tensor& query, const Order& order, const Sum<S>* factors,
+void attend(const Tensor& query, const Order& order, const Sum<S>* factors,
             const std::vector<std::vector<Weighed<S, Span>>>& lists, int64_t key_rows, int64_t value_rows,
-            int64_t group_size, at::Tensor& out) {
+            int64_t group_size, Tensor& out) {
   using T = Sum<S>;
   const int64_t heads = query.size(1), rows = query.size(0) * heads, dim = query.size(3), value_dim = out.size(3);
   const int64_t per_key = rows / key_rows, per_value = rows / value_rows;
@@ -581,10 +555,10 @@ void attend(const at::Tensor& query, const Order& order, const Sum<S>* factors,
   for (const auto& softmaxes : lists)
     for (const auto& one : softmaxes) columns = std::max(columns, one.columns);
   // Rows that read the same keys and values, in pieces: fewer rows where that leaves a thread without a piece.
-  const int64_t unit = std::gcd(per_key, per_value), threads = std::max<int64_t>(1, at::get_num_threads());
+  const int64_t unit = std::gcd(per_key, per_value), threads = num_threads();
   const int64_t most = std::clamp<int64_t>(rows / threads, 1, std::min(unit, kHeads<S>)),
                 pieces = (unit + most - 1) / most;
-  at::parallel_for(0, rows / unit * pieces, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(rows / unit * pieces, [&](int64_t begin, int64_t end) {
     StepRoom<T> room(dim, columns, value_dim, group_size);
     for (int64_t piece = begin; piece < end; ++piece) {
       const int64_t first = piece / pieces * unit + piece % pieces * most;
@@ -615,14 +589,14 @@ void attend(const at::Tensor& query, const Order& order, const Sum<S>* factors,
 // What was in the slots of the token goes to `old`, with the number of the step in front of the plan, which says that
 // it is there.
 template <typename S>
-at::Tensor stepped(const std::optional<at::Tensor>& q, const at::Tensor& k, const at::Tensor& v,
-                   const at::Tensor& factors, const std::optional<at::Tensor>& order, const at::TensorList pages,
-                   const at::Tensor& plan, const at::Tensor& old, int64_t position, int64_t number) {
-  TORCH_CHECK(!order || (order->is_contiguous() && order->dim() == 2 && k.size(1) % order->size(0) == 0 &&
-                         order->size(1) == k.size(3)),
-              "an order of dimensions does not fit the keys");
+Tensor stepped(const std::optional<Tensor>& q, const Tensor& k, const Tensor& v, const Tensor& factors,
+               const std::optional<Tensor>& order, const std::vector<Tensor>& pages, const Tensor& plan,
+               const Tensor& old, int64_t position, int64_t number) {
+  check(!order || (order->is_contiguous() && order->dim() == 2 && k.size(1) % order->size(0) == 0 &&
+                   order->size(1) == k.size(3)),
+        "an order of dimensions does not fit the keys");
   const Kept kept(plan, pages);
-  at::Tensor out = q ? at::empty({q->size(0), q->size(1), 1, v.size(3)}, q->options()) : at::empty({0}, k.options());
+  Tensor out = q ? empty({q->size(0), q->size(1), 1, v.size(3)}, q->dtype()) : empty({0}, k.dtype());
   std::vector<Stored> keys;
   for (const std::vector<Stored>& levels : kept.keys) keys.insert(keys.end(), levels.begin(), levels.end());
   S* const before = old.data_ptr<S>();

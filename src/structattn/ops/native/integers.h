@@ -5,13 +5,13 @@
 // that what is lost is what rounding the numbers loses: about as much as a sum in float32 does.
 #pragma once
 
-#include <c10/util/Half.h>
+#include "numbers.h"
 
 #include <cstdint>
 #include <cstring>
 #include <vector>
 
-#if defined(CPU_CAPABILITY_AVX512)
+#if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
@@ -31,7 +31,7 @@ struct IntegerRoom {
       : bytes(queries * (size / 4 * kPieces + 1)), codes(dims <= kMostDims ? dims : 0) {}
 };
 
-#if defined(CPU_CAPABILITY_AVX512)
+#if defined(__AVX512F__)
 
 // The functions below need it as well; others are compiled for processors without it.
 #define STRUCTATTN_INTEGERS __attribute__((target("avx512vnni")))
@@ -44,9 +44,7 @@ inline bool has_integers(int64_t group_size, int64_t dims) {
 
 inline __mmask16 first_lanes(int64_t count) { return count >= 16 ? 0xffff : (1 << count) - 1; }
 
-inline __m512 widened(const c10::Half* x, __mmask16 lanes) {
-  return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(lanes, x));
-}
+inline __m512 widened(const Half* x, __mmask16 lanes) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(lanes, x)); }
 
 // The larger of numbers without their signs, as bits: those of one that is not finite are the largest.
 inline __m512i larger(__m512i most, __m512 x) {
@@ -274,6 +272,6 @@ STRUCTATTN_INTEGERS bool add_value_sums(const float* factor, int64_t row, const 
 
 #undef STRUCTATTN_INTEGERS
 
-#endif  // CPU_CAPABILITY_AVX512
+#endif  // __AVX512F__
 
 }  // namespace structattn

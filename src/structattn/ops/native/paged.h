@@ -38,7 +38,7 @@ void add_vectors(const Sum<S>* weight, int64_t weight_row, const S* numbers, int
     for (int n = 0; n < N; ++n) {
       const V x = load_numbers(numbers + n * W);
 #pragma GCC unroll 4
-      for (int m = 0; m < M; ++m) sum[m][n] = at::vec::fmadd(V(weight[m * weight_row + c]), x, sum[m][n]);
+      for (int m = 0; m < M; ++m) sum[m][n] = fmadd(V(weight[m * weight_row + c]), x, sum[m][n]);
     }
   }
 #pragma GCC unroll 4
@@ -73,7 +73,7 @@ struct PagedPart {
   int64_t columns = 0;
 
   PagedPart() = default;
-  PagedPart(const at::Tensor& x, const at::Tensor& pages, int64_t block, int64_t ring)
+  PagedPart(const Tensor& x, const Tensor& pages, int64_t block, int64_t ring)
       : memory(static_cast<const char*>(x.const_data_ptr())),
         page_nbytes(x.stride(0) * x.element_size()),
         slot_nbytes(x.stride(2) * x.element_size()),
@@ -90,7 +90,7 @@ struct PagedPart {
   const char* at(int64_t request, int64_t entry, int64_t* size = nullptr) const {
     const int64_t slot = block ? entry % block : entry, number = slot / slots;
     const int64_t column = ring ? number % ring : number;
-    TORCH_CHECK(column < columns, "a request has no page for a token");
+    check(column < columns, "a request has no page for a token");
     if (size) *size = block ? std::min(slots - slot % slots, block - slot) : slots - slot % slots;
     return memory + table[request * columns + column] * page_nbytes + slot % slots * slot_nbytes;
   }
@@ -112,7 +112,7 @@ struct PagedKept {
   std::vector<std::vector<PagedLevel>> keys;  // of each softmax
   std::vector<PagedLevel> values, sinks;      // as of `Kept`
 
-  PagedKept(const at::Tensor& plan, const at::TensorList parts, const at::TensorList tables) {
+  PagedKept(const Tensor& plan, const std::vector<Tensor>& parts, const std::vector<Tensor>& tables) {
     const int64_t *p = plan.const_data_ptr<int64_t>(), *const end = p + plan.numel(), *counts = p + 4;
     size_t part = 0;
     num_sinks = p[0], group_size = p[1], residual = p[2];
@@ -178,15 +178,14 @@ void add_sink_tokens(const PagedKept& kept, int64_t number, int64_t dim, Sum<S> 
 // of each level in their order, (pages, heads, slots, numbers): exact numbers, and codes, scales and zeros where it has
 // them; tables (B, columns) say which pages a request has.
 template <typename S>
-at::Tensor attended(const at::Tensor& q, const at::Tensor& factors, const at::TensorList parts,
-                    const at::TensorList tables, const at::Tensor& positions, const at::Tensor& plan,
-                    int64_t value_dim) {
+Tensor attended(const Tensor& q, const Tensor& factors, const std::vector<Tensor>& parts,
+                const std::vector<Tensor>& tables, const Tensor& positions, const Tensor& plan, int64_t value_dim) {
   const int64_t batch = q.size(0);
-  at::Tensor out = at::empty({batch, q.size(1), 1, value_dim}, q.options());
+  Tensor out = empty({batch, q.size(1), 1, value_dim}, q.dtype());
   const PagedKept kept(plan, parts, tables);
   const Sum<S>* const factor = factors.const_data_ptr<Sum<S>>();
   std::vector<std::vector<Weighed<S, TokenSpan>>> lists(batch);
-  at::parallel_for(0, batch, 1, [&](int64_t begin, int64_t end) {
+  parallel_for(batch, [&](int64_t begin, int64_t end) {
     PagedKept own = kept;
     for (int64_t b = begin; b < end; ++b) {
       own.request = b;

@@ -2,7 +2,7 @@
 // (rows, dims, slots), whose numbers lie side by side over positions: see structattn/cache/storage.
 #pragma once
 
-#include <ATen/core/Tensor.h>
+#include "tensor.h"
 
 #include <algorithm>
 #include <optional>
@@ -20,14 +20,14 @@ using Sum = std::conditional_t<std::is_same_v<S, double>, double, float>;
 struct Quantized {
   int64_t bits = 0;  // 0 where nothing is quantized
   int64_t ring = 0;  // slots of a ring, 0 for none
-  const at::Tensor* pages = nullptr;
+  const Tensor* pages = nullptr;
   int64_t num_pages = 0;
 
   // The page of a slot; `slot` becomes that in the page.
-  const at::Tensor* page(int64_t& slot) const {
+  const Tensor* page(int64_t& slot) const {
     for (int64_t n = 0; n < num_pages; slot -= pages[3 * n++].size(1))
       if (slot < pages[3 * n].size(1)) return pages + 3 * n;
-    TORCH_CHECK(false, "a level of the cache has no slot for a group");
+    fail("a level of the cache has no slot for a group");
   }
 };
 
@@ -37,7 +37,7 @@ struct Stored {
   int64_t start;         // of the current block, or -1: it follows from the size of blocks
   int64_t ring, window;  // 0 for none; in a ring, position x is in slot x modulo its size
   int64_t dims;
-  const at::Tensor* pages;  // (rows, dims, slots)
+  const Tensor* pages;  // (rows, dims, slots)
   int64_t num_pages;
   Quantized quantized;  // what is before the exact numbers
 
@@ -56,10 +56,10 @@ struct Stored {
   }
 
   // The page of a slot; `slot` becomes that in the page.
-  const at::Tensor& page(int64_t& slot) const {
+  const Tensor& page(int64_t& slot) const {
     for (int64_t n = 0; n < num_pages; slot -= pages[n++].size(2))
       if (slot < pages[n].size(2)) return pages[n];
-    TORCH_CHECK(false, "a level of the cache has no slot for a position");
+    fail("a level of the cache has no slot for a position");
   }
 };
 
@@ -75,7 +75,7 @@ struct CacheSpan {
 // Some positions of a group of codes, as `CacheSpan`: those from `skip` on.
 template <typename T>
 struct GroupSpan {
-  using Scale = std::conditional_t<std::is_same_v<T, double>, double, at::Half>;
+  using Scale = std::conditional_t<std::is_same_v<T, double>, double, Half>;
   const uint8_t* codes;
   const Scale *scale, *zero;
   int64_t row_stride, scale_stride, bits, dims, skip, size, column, first;
@@ -90,7 +90,7 @@ void add_groups(const Stored& level, int64_t first, int64_t last, int64_t begin,
   const Quantized& from = level.quantized;
   for (int64_t group = first / group_size; first < last && group * group_size < last; ++group) {
     int64_t slot = from.ring ? group % from.ring : group - begin / group_size;
-    const at::Tensor* page = from.page(slot);
+    const Tensor* page = from.page(slot);
     const int64_t start = group * group_size, skip = std::max<int64_t>(0, first - start);
     const auto scale = [&](int64_t n) { return page[n].const_data_ptr<Scale>() + slot * page[n].stride(1); };
     out.push_back({page[0].const_data_ptr<uint8_t>() + slot * page[0].stride(1), scale(1), scale(2), page[0].stride(0),
@@ -107,7 +107,7 @@ void add_spans(const Stored& level, int64_t first, int64_t last, int64_t begin, 
     int64_t slot = level.ring ? position % level.ring : position - begin;
     int64_t size = last + 1 - position;
     if (level.ring) size = std::min(size, level.ring - slot);
-    const at::Tensor& page = level.page(slot);
+    const Tensor& page = level.page(slot);
     size = std::min(size, page.size(2) - slot);
     const S* const numbers = page.const_data_ptr<S>() + from * page.stride(1) + slot;
     out.push_back(
@@ -123,14 +123,14 @@ struct Kept {
   std::vector<Stored> values;
   std::vector<Stored> sinks;  // keys and values of the sink tokens, in all dimensions; none where there are none
 
-  Kept(const at::Tensor& plan, const at::TensorList pages) {
+  Kept(const Tensor& plan, const std::vector<Tensor>& pages) {
     const int64_t *p = plan.const_data_ptr<int64_t>(), *const end = p + plan.numel(), *counts = p + 6;
     size_t page = 0;
     chunk = p[1], num_sinks = p[2], group_size = p[3], residual = p[4];
     keys.resize(p[5]);
     p = counts + p[5];
     const auto next = [&] {
-      const at::Tensor *const exact = pages.data() + page, *const groups = exact + p[5];
+      const Tensor *const exact = pages.data() + page, *const groups = exact + p[5];
       const Stored found{p[0], p[1], p[2], p[3], p[4], exact, p[5], {p[6], p[7], groups, p[8]}};
       page += p[5] + 3 * p[8], p += 9;
       return found;
@@ -158,11 +158,11 @@ struct Order {
   const int64_t* index = nullptr;
   int64_t heads = 1, dims = 0;
 
-  explicit Order(const std::optional<at::Tensor>& x) {
+  explicit Order(const std::optional<Tensor>& x) {
     if (!x) return;
     index = x->const_data_ptr<int64_t>(), heads = x->size(0), dims = x->size(1);
     for (int64_t n = 0; n < heads * dims; ++n)
-      TORCH_CHECK(0 <= index[n] && index[n] < dims, "an order of dimensions is out of its range");
+      check(0 <= index[n] && index[n] < dims, "an order of dimensions is out of its range");
   }
 
   // Of head h of `count`.
@@ -171,14 +171,14 @@ struct Order {
 
 // Writes a token x (B, G, 1, dims) into its slot of each level, and what was there into `old` (B * G, dims).
 template <typename S>
-void exchange(const at::Tensor& x, const Order& order, const std::vector<Stored>& levels, int64_t position,
-              int64_t chunk, S* old) {
+void exchange(const Tensor& x, const Order& order, const std::vector<Stored>& levels, int64_t position, int64_t chunk,
+              S* old) {
   const int64_t heads = x.size(1), rows = x.size(0) * heads, dims = x.size(3), step = x.stride(3);
   const S* from = x.const_data_ptr<S>();
   int64_t first = 0;
   for (const Stored& level : levels) {
     int64_t slot = level.ring ? position % level.ring : position - level.begin(position, chunk);
-    const at::Tensor& page = level.page(slot);
+    const Tensor& page = level.page(slot);
     const int64_t row_stride = page.stride(0), stride = page.stride(1);
     S* const to = page.data_ptr<S>() + slot;
     for (int64_t row = 0; row < rows; ++row) {

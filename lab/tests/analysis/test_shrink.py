@@ -133,6 +133,8 @@ def test_it_goes_on_where_it_was_interrupted(model, text, tmp_path, few, monkeyp
     for name in ("calibrate", "structurize"):
         monkeypatch.setattr(integration, name, once(name, getattr(integration, name)))
     options = SMALL | {"resume": True}
+    with pytest.raises(ConfigError, match="the smallest one of 640 tokens is"):
+        shrink(model, text, tmp_path / "out", **options | {"compression": 1000.0})
     with pytest.raises(KeyboardInterrupt):
         shrink(model, text, tmp_path / "out", **options)
     assert made == ["calibrate", "structurize"]

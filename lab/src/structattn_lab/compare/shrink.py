@@ -35,7 +35,6 @@ from structattn_lab.runs.folders import Owner, finished_in, opened
 MODEL, CALIBRATION, MEASURED, REPORT = "model", "calibration.safetensors", "measured-text.jsonl", "results"
 _CALIBRATED_TOKENS = 16384
 _MOST_CHARACTERS = 4_000_000  # of the text: more are not read
-_DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +70,8 @@ def shrink(
 
     Some documents calibrate (``calibrate(model, windows, methods=("tokens", "bits"))``), the others are
     measured (``compare_caches``): the default cache, 4 bits, a window with sink tokens of the same bytes, and
-    the model that was written.
+    the model that was written. All are measured in bfloat16, or in float16 for a model of it, since the
+    budget counts numbers of 16 bits.
 
     Args:
         model: a folder that ``save_pretrained`` of transformers wrote, or a name on the hub.
@@ -111,9 +111,11 @@ def shrink(
         context_length=context_length,
         num_windows=num_windows,
         num_prompts=num_prompts,
+        dtype="bfloat16",  # a budget is relative to numbers of 16 bits
     )
     config = checked_config(task.model, context_length + task.num_steps + 1, "--context-length")
-    task = dataclasses.replace(task, dtype=_dtype_of(config))
+    if config.dtype == torch.float16:
+        task = dataclasses.replace(task, dtype="float16")
     texts = _documents(Source(path=str(data), document_start=document_start))
     owner = Owner(
         command="shrink",
@@ -126,6 +128,8 @@ def shrink(
             "num_windows": num_windows,
             "num_prompts": num_prompts,
         },
+        # A budget that nothing fits is known after the calibration, which another one can use.
+        free=() if (out / MODEL).exists() else ("compression",),
     )
     _, finished = finished_in(out, owner, resume=resume, read=_finished)
     if finished is not None:
@@ -138,7 +142,7 @@ def shrink(
         lines = "".join(f"{json.dumps({'text': text})}\n" for text in measured)
         if not (folder / MEASURED).exists():
             write_atomic(folder / MEASURED, lines)
-        expected = _written(folder, task, windows, tokenizer, compression)
+        expected = _written(folder, task, windows, tokenizer, compression, config.dtype or torch.float32)
         results = compare_caches(
             CachesConfig(task=task),
             folder / REPORT,
@@ -183,12 +187,6 @@ def _finished(folder: Path) -> Shrunk | None:
     except CheckpointError:
         return None  # there is none, or it is damaged: it is made again from the rows
     return Shrunk(model=folder / MODEL, results=done) if done.report.is_file() else None
-
-
-def _dtype_of(config: Any) -> Any:
-    """The dtype in which a model is measured and written: that of its weights."""
-    name = str(config.dtype).removeprefix("torch.")
-    return name if name in _DTYPES else "float32"
 
 
 def _documents(source: Source) -> list[str]:
@@ -238,8 +236,10 @@ def _divided(texts: list[str], tokenizer: Any, length: int, longest: int) -> tup
     return windows[:most], [text for number, text in enumerate(texts) if number not in chosen]
 
 
-def _written(folder: Path, task: CacheTask, windows: list[Tensor], tokenizer: Any, compression: float) -> float:
-    """Calibrates and writes the smaller model, each unless that was done before.
+def _written(
+    folder: Path, task: CacheTask, windows: list[Tensor], tokenizer: Any, compression: float, dtype: torch.dtype
+) -> float:
+    """Calibrates in float32 and writes the smaller model in its dtype, each unless that was done before.
 
     Returns:
         The expected change of the predictions, in nats per token.
@@ -254,7 +254,7 @@ def _written(folder: Path, task: CacheTask, windows: list[Tensor], tokenizer: An
     with doing("choosing what each head keeps"):
         chosen = allocate(calibration, compression=compression, context_length=task.context_length)
     if not target.is_dir():
-        model = load_model(task.model, "MODEL").to(getattr(torch, task.dtype))
+        model = load_model(task.model, "MODEL").to(dtype)
         structurize(model, chosen)
         partial = folder / f"{TEMPORARY}{MODEL}"
         shutil.rmtree(partial, ignore_errors=True)

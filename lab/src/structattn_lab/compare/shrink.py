@@ -33,7 +33,8 @@ from structattn_lab.records.common import RESULTS, Results, read_file
 from structattn_lab.runs.folders import Owner, finished_in, opened
 
 MODEL, CALIBRATION, MEASURED, REPORT = "model", "calibration.safetensors", "measured-text.jsonl", "results"
-_CALIBRATED_TOKENS = 16384
+_CALIBRATED_TOKENS = 10240
+_CALIBRATED_WINDOW = 1024  # longer ones take more memory and time, also for longer contexts
 _MOST_CHARACTERS = 4_000_000  # of the text: more are not read
 
 
@@ -94,8 +95,8 @@ def shrink(
             or has fewer positions than a window; no choices give the compression.
         DataError: the text cannot be read, or has no two documents, or halves of one, as long as a window.
 
-    Cost: see ``calibrate``, of 16,384 tokens; and for each of the four caches a forward pass of a context for
-        each window and prompt.
+    Cost: see ``calibrate``, of 10,240 tokens in windows of at most 1,024; and for each of the four caches a
+        forward pass of a context for each window and prompt.
     """
     check_number("compression", compression, minimum=1)
     check_size("context_length", context_length)
@@ -138,7 +139,8 @@ def shrink(
     began = None if on_open is None else lambda folder: on_open(folder, takes)
     with opened(out, owner, resume=resume, on_open=began) as folder:
         tokenizer = model_tokenizer(task.model)
-        windows, measured = _divided(texts, tokenizer, context_length, context_length + task.num_steps + 1)
+        length = min(context_length, _CALIBRATED_WINDOW)
+        windows, measured = _divided(texts, tokenizer, length, context_length + task.num_steps + 1)
         lines = "".join(f"{json.dumps({'text': text})}\n" for text in measured)
         if not (folder / MEASURED).exists():
             write_atomic(folder / MEASURED, lines)

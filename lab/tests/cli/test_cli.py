@@ -332,6 +332,10 @@ def test_options_are_frozen() -> None:
             *("model", "data", "tokens", "out", "compression", "context_length", "batch_size", "learning_rate"),
             *("lora_rank", "attention", "document_start", "set", "resume"),
         },
+        commands.ShrinkCommand: {
+            *("model", "out", "data", "compression", "context_length", "windows", "prompts", "document_start"),
+            "resume",
+        },
         commands.EvaluateCommand: {"run", "data", "cache"},
         commands.ForecastCommand: {
             *("run", "out", "data", "horizon", "row", "variant", "levels", "time", "overwrite"),

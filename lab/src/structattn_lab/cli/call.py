@@ -9,7 +9,7 @@ from structattn.cli.session import Session
 from structattn.progress import inner_bars
 from structattn_lab.runs import interrupt
 
-RESUMABLE = ("compare", "compare caches", "train", "sweep", "uptrain", "data prepare")
+RESUMABLE = ("compare", "compare caches", "train", "sweep", "shrink", "uptrain", "data prepare")
 
 
 def run(session: Session, at_once: Callable[[int], None] | None) -> None:

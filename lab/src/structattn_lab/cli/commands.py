@@ -16,6 +16,7 @@ from structattn_lab.cli.caches import CompareCachesCommand
 from structattn_lab.cli.data import DataInfoCommand, DataPrepareCommand
 from structattn_lab.cli.lists import PresetsCommand, SettingsCommand
 from structattn_lab.cli.runs import EvaluateCommand, ForecastCommand, GenerateCommand
+from structattn_lab.cli.shrink import ShrinkCommand
 from structattn_lab.cli.train import CompareCommand, SweepCommand, TrainCommand
 from structattn_lab.cli.uptrain import UptrainCommand
 
@@ -57,6 +58,7 @@ COMMANDS: dict[str, type[ParsedCommand]] = {
     "compare caches": CompareCachesCommand,
     "train": TrainCommand,
     "sweep": SweepCommand,
+    "shrink": ShrinkCommand,
     "uptrain": UptrainCommand,
     "evaluate": EvaluateCommand,
     "forecast": ForecastCommand,

@@ -23,8 +23,8 @@ def cache_rows(context_length: int, num_steps: int, head_dim: int) -> Iterator[M
         num_steps: tokens that follow. Our caches are allocated for so many tokens, or for a question.
         head_dim: D.
     """
-    longest = context_length + max(num_steps, _QUESTION)
-    yield MeasuredCache(name=DEFAULT, about="the model as it is", prepare=_plain)
+    longest = longest_of(context_length, num_steps)
+    yield default_row()
     for backend, bits, axis in (("quanto", 4, 0), ("quanto", 2, 0), ("hqq", 8, 1), ("hqq", 4, 1)):
         yield MeasuredCache(
             name=f"{backend}, {bits} bits",
@@ -33,18 +33,9 @@ def cache_rows(context_length: int, num_steps: int, head_dim: int) -> Iterator[M
             prepare=_quantized(backend, bits, axis),
         )
     for bits in (8, 4):
-        yield MeasuredCache(
-            name=f"{bits} bits",
-            about=f"structurize with Storage({bits}, {bits}): recent and sink tokens exact",
-            prepare=_structured("standard", Storage(bits, bits), context_length, longest),
-        )
+        yield bits_row(bits, context_length, num_steps)
     for share in (2, 4):
-        window = max(1, context_length // share - _SINKS)
-        yield MeasuredCache(
-            name=f"window of {window}",
-            about=f"the last {window} and the first {_SINKS} tokens",
-            prepare=_structured(f"window:{window},sink_tokens={_SINKS}", None, context_length, longest),
-        )
+        yield window_row(context_length / share, context_length, num_steps)
     for spec in _levels(head_dim):
         yield MeasuredCache(
             name=f"levels {spec.partition(',')[0].partition(':')[2]}",
@@ -54,13 +45,44 @@ def cache_rows(context_length: int, num_steps: int, head_dim: int) -> Iterator[M
     yield from press_rows()
 
 
+def longest_of(context_length: int, num_steps: int) -> int:
+    """The tokens for which our caches are allocated: a context and its steps, or a question."""
+    return context_length + max(num_steps, _QUESTION)
+
+
+def default_row() -> MeasuredCache:
+    """The model as it is."""
+    return MeasuredCache(name=DEFAULT, about="the model as it is", prepare=_plain)
+
+
+def bits_row(bits: int, context_length: int, num_steps: int) -> MeasuredCache:
+    """All far keys and values in 8 or 4 bits."""
+    return MeasuredCache(
+        name=f"{bits} bits",
+        about=f"structurize with Storage({bits}, {bits}): recent and sink tokens exact",
+        prepare=_structured("standard", Storage(bits, bits), context_length, longest_of(context_length, num_steps)),
+    )
+
+
+def window_row(tokens: float, context_length: int, num_steps: int) -> MeasuredCache:
+    """A window that holds so many tokens, the first ones included."""
+    window = max(1, int(tokens) - _SINKS)
+    return MeasuredCache(
+        name=f"window of {window}",
+        about=f"the last {window} and the first {_SINKS} tokens",
+        prepare=_structured(
+            f"window:{window},sink_tokens={_SINKS}", None, context_length, longest_of(context_length, num_steps)
+        ),
+    )
+
+
 def chosen_rows(calibration: str, context_length: int, num_steps: int) -> Iterator[MeasuredCache]:
     """What ``allocate`` chooses, at a quarter and an eighth of the bytes.
 
     Args:
         calibration: a file that ``Calibration.save`` wrote, of text that is not measured.
     """
-    longest = context_length + max(num_steps, _QUESTION)
+    longest = longest_of(context_length, num_steps)
     for times in (4, 8):
         yield MeasuredCache(
             name=f"chosen, 1/{times}",

@@ -43,9 +43,13 @@ def checked_config(source: str, context_length: int, name: str = "task.context_l
     return config
 
 
-def load_model(source: str) -> Any:
+def load_model(source: str, name: str = "task.model") -> Any:
     """A language model of transformers in float32; raises ``ConfigError`` where there is none, or its weights
     are no safetensors or not all there.
+
+    Args:
+        source: a folder or a name on the hub.
+        name: what the source is called in an error.
     """
     from transformers import AutoModelForCausalLM
 
@@ -55,11 +59,11 @@ def load_model(source: str) -> Any:
         )
     except Exception as error:  # transformers raises many kinds, from a wrong name to weights that are damaged
         raise ConfigError(
-            f"task.model={quoted(source)} cannot be loaded as a language model of transformers: {shortened(str(error))}"
+            f"{name}={quoted(source)} cannot be loaded as a language model of transformers: {shortened(str(error))}"
         ) from error
     if report["missing_keys"] or report["mismatched_keys"]:
         raise ConfigError(
-            f"task.model={quoted(source)} has not all weights of a {type(model).__name__}: "
+            f"{name}={quoted(source)} has not all weights of a {type(model).__name__}: "
             f"{shortened(', '.join(map(str, report['missing_keys'])))} "
             "are missing: give a whole model"
         )

@@ -89,7 +89,7 @@ void softmax(T* x, int64_t size) {
     e.store(x + c);
     added = added + e;
   }
-  for (; c < size; ++c) total += x[c] = std::exp(x[c] - most);
+  for (; c < size; ++c) total += x[c] = exponential(x[c] - most);
   total += sum_of(added);
   const T factor = 1 / total;
   for (c = 0; c < size; ++c) x[c] *= factor;

@@ -277,8 +277,9 @@ def test_fused_steps_of_random_caches(seed: int) -> None:
         count = min(program.draw.choice([1, 1, 3]), length - done)
         try:
             program.attend(cache, done, count, backend="triton")
-        except BackendUnavailableError:  # what the kernel cannot run is computed over dense keys, without padding
-            if not any(program.padding):
+        except BackendUnavailableError as error:
+            # What the kernel cannot run is computed over dense keys, without padding; several pages are not.
+            if not any(program.padding) and "each level in one page" not in str(error):
                 raise
             program.attend(cache, done, count)
         done += count

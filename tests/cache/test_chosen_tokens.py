@@ -194,6 +194,20 @@ def test_tokens_that_are_taken_back_leave_no_trace() -> None:
         assert torch.allclose(out, torch.cat(wanted[at : at + 2], dim=2), atol=1e-5)
 
 
+def test_what_cannot_be_taken_back_is_refused_before_anything_changes() -> None:
+    storage = sa.Storage(4, 4, group_size=16, residual=16, keep=16, block=64, recent=64)
+    calls = _calls([150, *[1] * 30], dtype=torch.float32)
+    cache = sa.LevelCache(storage=storage)
+    _attend(cache, calls)
+    twin, length = copy.deepcopy(cache), cache.length
+    for check in (cache.check_crop, cache.crop):
+        with pytest.raises(CacheError, match="from 180 to 100 tokens: the numbers of some that would be recent again"):
+            check(100)
+    assert cache.length == length
+    more = _calls([1] * 3, dtype=torch.float32, seed=3)
+    assert torch.equal(_attend(cache, more), _attend(twin, more))
+
+
 def test_a_few_percent_of_the_memory() -> None:
     """What is allocated after 8,192 tokens, against a plain cache of 16 bits."""
     k = torch.zeros(1, 1, 8192, 64, dtype=torch.bfloat16)

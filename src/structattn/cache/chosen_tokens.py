@@ -133,7 +133,7 @@ class ChosenTokens:
         yield self
 
     def set_scores(self, scores: Tensor) -> None:
-        """Takes the scores of the tokens that come next, (B, G, T): of each group, those with the highest are
+        """Takes the scores of the tokens that come next, (B, G, T): of each block, those with the highest are
         kept.
         """
         self._new = scores
@@ -315,6 +315,15 @@ class ChosenTokens:
                 f"cannot crop from {self.length} to {length} tokens: of the first {self.decided}, {self._chosen} are "
                 f"kept; crop to a length of at least {self.decided}, or reset() and start again"
             )
+        if not length:
+            return
+        try:
+            self.kept.check_crop(self._chosen + length - self.decided)
+        except CacheError:  # it counts the tokens that are kept
+            raise CacheError(
+                f"cannot crop from {self.length} to {length} tokens: the numbers of some that would be recent again "
+                "are only kept in fewer bits; take fewer tokens back, or reset() and start again"
+            ) from None
 
     def reset(self) -> None:
         """Forgets all tokens; memory stays."""

@@ -276,7 +276,7 @@ class LevelCache(OneLayerCache):
                 call needs the columns of what an earlier one hid. It moves no block. At positions that a
                 level has dropped it changes nothing, since no later query shares them at this level.
             token_scores: (B, Gk, T), how much later queries will need the new tokens, on any scale: of each
-                group, a storage with ``keep`` keeps those with the highest. Default ``None``: for a storage
+                block, a storage with ``keep`` keeps those with the highest. Default ``None``: for a storage
                 that keeps all.
 
         Returns:

@@ -93,6 +93,7 @@ OTHER_MEANINGS = {
     ("cli/analysis.py", "text"),  # plan text: which kind of model
     ("cli/commands.py", "forecast"),  # the command
     ("cli/data.py", "text"),  # data prepare text: of what a corpus is
+    ("compare/shrink.py", "text"),  # the usual name of a field
     ("data/corpus/preparation.py", "text"),  # the same, in the owner of a folder
     ("data/corpus/documents.py", "text"),  # the usual name of a field
     ("data/plain_text.py", "text"),  # what a file should hold, in messages

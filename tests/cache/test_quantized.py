@@ -15,7 +15,8 @@ from torch import Tensor
 
 import structattn as sa
 from structattn.cache import native_decode
-from structattn.cache.storage.quantize import packed, quantized, unpacked
+from structattn.cache.storage import quantize
+from structattn.cache.storage.quantize import GroupFormat, packed, quantized, unpacked
 from structattn.errors import CacheError, CheckpointError, ConfigError, ShapeError
 from structattn.testing.tolerances import assert_close
 
@@ -200,6 +201,33 @@ def test_a_number_is_read_within_half_a_step(bits: int, dtype: torch.dtype, size
         error = (zero.to(wide) + scale.to(wide) * codes.to(wide) - x.to(wide)).abs()
         assert bool((error <= 0.51 * scale.to(wide)).all())  # and the rounding of float32
         assert torch.equal(unpacked(packed(codes, bits), bits), codes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("size", "dim"), [(64, 64), (16, 24), (6, 19), (8, 8)])
+def test_the_cpp_code_gives_the_same_codes(
+    size: int, dim: int, bits: int, dtype: torch.dtype, built, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(2, 3, 4 * size, 2 * dim) * torch.randn(2 * dim).exp() + 3 * torch.randn(2 * dim)
+    x[1, 2, size // 2, 3] = 70000.0  # more than a scale of 16 bits can hold
+    x[0, 0, 2 * size :] = 0.5
+    starts = [size, 2 * size, 3 * size, 4 * size]
+    for per_token in (False, True):
+        of_dim = GroupFormat(dim=dim, bits=bits, group_size=size, per_token=per_token)
+        results = []
+        for is_here in (True, False):
+            monkeypatch.setattr(quantize, "is_here", lambda x, is_here=is_here: is_here)
+            read = x.to(dtype, copy=True)
+            stored = of_dim.from_tokens(read[..., dim:], starts, sinks=size + 3)
+            assert torch.equal(read[..., :dim], x[..., :dim].to(dtype))
+            assert torch.equal(read[:, :, :3, dim:], x[:, :, :3, dim:].to(dtype))
+            results.append((*stored, read))
+            assert [tuple(x.shape[3:]) for x in stored] == [shape for shape, _ in of_dim.tensors(dtype)]
+        for ours, expected in zip(*results, strict=True):
+            assert torch.equal(ours, expected)
+        hidden = of_dim.from_tokens(x.to(dtype, copy=True)[..., dim:], starts, sinks=9 * size)
+        assert bool((hidden[0] == hidden[0][0, 0, 0, 0, 0]).all())  # of nothing but sink tokens
 
 
 def test_bytes_are_those_of_the_formula() -> None:

@@ -12,7 +12,7 @@ import torch
 from test_undo import croppable, interrupted
 
 import structattn as sa
-from structattn.cache import native_decode
+from structattn.cache import contents, native_decode
 from structattn.errors import CacheError, ConfigError, ShapeError
 from structattn.testing.tolerances import assert_close, relative_error
 
@@ -88,7 +88,7 @@ def test_steps_in_16_bits_are_as_exact_as_without_the_code(options, dtype, steps
 @contextmanager
 def no_code():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native_decode, "is_here", lambda _: False)
+        patch.setattr(contents, "is_here", lambda _: False)
         yield
 
 

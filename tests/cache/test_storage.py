@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import structattn as sa
-from structattn.cache import native_decode
+from structattn.cache import contents
 from structattn.cache.storage import FullPage, LevelStore, Page
 
 
@@ -84,7 +84,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_another_format_gives_the_same_numbers(case, monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr(native_decode, "is_here", lambda _: False)
+    monkeypatch.setattr(contents, "is_here", lambda _: False)
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, 40, dim) for heads, dim in ((4, 6), (2, 6), (2, 5)))
     plain, negated = sa.LevelCache(**CASES[case]), sa.LevelCache(**CASES[case])

@@ -9,7 +9,7 @@ import torch
 import transformers
 from hf_models import generate, gpt2, llama, tokens, trained
 
-from structattn.cache import native_decode
+from structattn.cache import contents
 from structattn.errors import CacheError, ConfigError
 from structattn.integrations.transformers import level_cache, register_attention, structurize
 from structattn.integrations.transformers.attention.next_token import KnownCall
@@ -130,7 +130,7 @@ def test_a_registered_attention(make, known) -> None:
 
 @torch.no_grad()
 def test_without_the_code_nothing_is_known(known, monkeypatch) -> None:
-    monkeypatch.setattr(native_decode, "is_here", lambda _: False)
+    monkeypatch.setattr(contents, "is_here", lambda _: False)
     model = structurize(trained(llama), "mlr:4|2|2")
     ids, cache = tokens(1, 12), level_cache(model)
     found = [step(model, ids[:, :7], cache)]

@@ -31,6 +31,7 @@ LAYOUTS = (
 CALL = """
 import torch
 import structattn as sa
+from structattn.cache.storage.quantize import GroupFormat
 
 print(sa.ops.build_native())
 layout = sa.LevelLayout((16, 8, 8, 7), (512, 128, 128, 16), value_ranks=(9, 8, 1, 1))
@@ -47,6 +48,13 @@ for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
     steps = torch.cat([cache.attend(*(x[:, :, t, None] for x in (q, k, v))) for t in range(40)], 2)
     expected = sa.structured_attention(*(x.double() for x in (q, k, v)), layout, backend="reference").to(dtype)
     torch.testing.assert_close(steps, expected)
+for bits in (4, 8):
+    x = torch.randn(2, 3, 128, 40)
+    for of_dim in (GroupFormat(dim=40, bits=bits, group_size=32, per_token=each) for each in (False, True)):
+        read, groups = x.clone(), x.unflatten(2, (4, 32)).transpose(3, 4).contiguous()
+        for ours, expected in zip(of_dim.from_tokens(read, range(0, 128, 32), 0), of_dim.quantized(groups)):
+            assert torch.equal(ours, expected)
+        assert torch.equal(read, of_dim.numbers(*of_dim.quantized(groups), x.dtype).transpose(3, 4).flatten(2, 3))
 """
 NO_COMPILER = shutil.which(os.environ.get("CXX", "c++")) is None
 

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from structattn.cache import native_decode
 from structattn.cache.attend import over_dense, over_view, why_not_fused
 from structattn.cache.decode import KeyValueView
 from structattn.cache.latent import Latent
@@ -39,6 +38,7 @@ from structattn.memory import check_memory
 from structattn.ops import Backend
 from structattn.ops.backends import NAMED
 from structattn.ops.checks import autocasted, check_layout
+from structattn.ops.native.library import is_here
 from structattn.ops.terms import DTYPES, ScoreTerms
 
 # Up to this many new tokens are decoded from the pages, run by run; more are computed over dense keys.
@@ -563,7 +563,7 @@ class Contents:
         Raises:
             CacheError: there is no memory for it.
         """
-        if not self.is_uniform or self.latent is not None or not native_decode.is_here(k):
+        if not self.is_uniform or self.latent is not None or not is_here(k):
             return None
         row, _, pad = next(iter(self.rows))
         position = self.length - pad
@@ -797,12 +797,10 @@ class Contents:
                 run = run[: next(n for n, group in enumerate(run) if level.start(group * size, number) != start)]
             groups = groups[len(run) :]
             at = slice(offset + run[0] * size, offset + (run[-1] + 1) * size)
-            x = store.format.of_tokens(dense[:, :, at], [group * size for group in run], sinks)
-            hidden = min(max(0, sinks - run[0] * size), len(run) * size)
             slots = [store.slot(group, start) for group in run]
             store.grow(max(slots) + 1, self.shape.batch, dense)
-            stored = store.write(x, batch, run[0], start, overwritten).transpose(3, 4).flatten(2, 3)
-            dense[:, :, at][:, :, hidden:] = stored[:, :, hidden:]
+            stored = store.format.from_tokens(dense[:, :, at], [group * size for group in run], sinks)
+            store.write(stored, batch, run[0], start, overwritten)
             store.end[number] = (run[-1] + 1) * size
             if store.ring is not None:
                 store.first[number] = max(store.first[number], (run[-1] + 1 - store.ring) * size)
@@ -954,8 +952,9 @@ class Contents:
                 continue
             assert groups.end[0] >= end
             size, held = groups.format.group_size, max(end, self._oldest(store, level, 0, 0))
-            of_groups = groups.format.of_tokens(x, range(x.shape[2] // size), 0)
-            groups.replace(first // size, end // size, of_groups)
+            groups.replace(
+                first // size, end // size, groups.format.from_tokens(x.clone(), range(x.shape[2] // size), 0)
+            )
             moves.append((store, store.read(slice(None), held, self.length, 0).transpose(2, 3).clone(), held - shift))
             store.lost = [held - shift]
         self.length -= shift

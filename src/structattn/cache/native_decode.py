@@ -14,16 +14,9 @@ from torch import Tensor
 from structattn.cache.levels import Level, Softmax
 from structattn.cache.storage import GroupStore, LevelStore, Storage
 from structattn.layout.scaling import Scaling, score_factors
-from structattn.ops.checks import is_eager, is_plain, is_quiet
-from structattn.ops.native import library
+from structattn.ops.checks import is_plain, is_quiet
 
-_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _NEVER = 2**62
-
-
-def is_here(x: Tensor) -> bool:
-    """Whether the C++ code is there for a tensor, and nothing traces or counts what is done to it."""
-    return x.dtype in _DTYPES and x.is_cpu and is_eager(x) and library.why_not_here() is None
 
 
 @functools.lru_cache(maxsize=64)

@@ -18,7 +18,7 @@ from structattn.ops.joined_softmax import joined_softmax
 from structattn.ops.terms import ScoreTerms
 
 # Queries of a prompt that are computed together: few calls, and little that is copied.
-_PROMPT_QUERIES = 512
+_PROMPT_QUERIES = 1024
 
 
 def check_no_gradient(q: Tensor, k: Tensor, v: Tensor, options: ScoreTerms) -> None:

@@ -107,8 +107,10 @@ class QuantizedLevel(PagedLevel):
         return codes, scale, zero
 
     def _quantized(self, tokens: Tensor, starts: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Codes, scale and zero of n groups (1, heads, n g, dim) that start at these positions."""
-        return self._format.quantized(self._format.of_tokens(tokens, starts, self._sinks))
+        """Codes, scale and zero of n groups (1, heads, n g, dim) that start at these positions, and what is
+        read of them in their place.
+        """
+        return self._format.from_tokens(tokens, starts, self._sinks)
 
     def _put_groups(self, stored: Sequence[Tensor], pages: Tensor, slots: Tensor) -> None:
         for part, x in zip(self._groups, stored, strict=True):
@@ -139,9 +141,6 @@ class QuantizedLevel(PagedLevel):
         if groups:
             tokens = dense[:, :, groups.start * size : groups.stop * size]
             stored = self._quantized(tokens, [group * size for group in groups])
-            hidden = min(max(0, self._sinks - groups.start * size), tokens.shape[2])
-            read = self._format.numbers(*stored, dense.dtype).transpose(3, 4).flatten(2, 3)
-            tokens[:, :, hidden:] = read[:, :, hidden:]
             places = chunk.places[self._groups[0].group]
             kept = [group for group in groups if group in places]
             if kept:

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from structattn.cache.native_decode import is_here, step_factors
+from structattn.cache.native_decode import step_factors
 from structattn.cache.paged.batch import Singles
 from structattn.cache.paged.geometry import HeadsShape
 from structattn.cache.paged.levels import PagedLevel
 from structattn.cache.paged.pages import LevelPages
+from structattn.ops.native.library import is_here
 from structattn.ops.terms import ScoreTerms
 
 

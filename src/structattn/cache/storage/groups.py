@@ -116,38 +116,37 @@ class GroupStore:
             done += size
 
     def write(
-        self, x: Tensor, rows: slice, group: int, start: int, overwritten: list[Callable[[], object]] | None
-    ) -> Tensor:
-        """Quantizes n groups that follow each other in one block.
+        self,
+        stored: tuple[Tensor, Tensor, Tensor],
+        rows: slice,
+        group: int,
+        start: int,
+        overwritten: list[Callable[[], object]] | None,
+    ) -> None:
+        """Writes groups that follow each other in one block.
 
         Args:
-            x: (rows, heads, n, dim, g).
+            stored: codes, scale and zero of n groups, of ``GroupFormat``.
             rows: of the batch.
             group: the number of the first one.
             start: of their block.
             overwritten: gets functions that write back what was there.
-
-        Returns:
-            The numbers as they are read, as x.
         """
-        stored = self.format.quantized(x)
-        for first, size, page, slot in self._spans(group, x.shape[2], start):
+        for first, size, page, slot in self._spans(group, stored[0].shape[2], start):
             for held, new in zip(page, stored, strict=True):
                 there = held[rows, :, slot : slot + size]
                 if overwritten is not None:
                     overwritten.append(partial(there.copy_, there.clone()))
                 there.copy_(new[:, :, first : first + size])
-        return self.format.numbers(*stored, x.dtype)
 
-    def replace(self, first: int, end: int, x: Tensor) -> None:
+    def replace(self, first: int, end: int, stored: tuple[Tensor, Tensor, Tensor]) -> None:
         """Puts other groups in the place of groups first ... end - 1, at most as many; those after them move
         up, with their codes. For stores that are no ring, of rows at one position.
 
         Args:
-            x: (rows, heads, n, dim, g).
+            stored: codes, scale and zero of n groups, of ``GroupFormat``.
         """
-        used, moved = self.end[0] // self.format.group_size, end - first - x.shape[2]
-        stored = self.format.quantized(x)
+        used, moved = self.end[0] // self.format.group_size, end - first - stored[0].shape[2]
         for number, new in enumerate(stored):
             whole = torch.cat([page[number] for page in self.pages], dim=2)
             whole = torch.cat([whole[:, :, :first], new, whole[:, :, end:used]], dim=2)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from structattn.ops.native.library import is_here
+
 
 def scale_dtype(dtype: torch.dtype) -> torch.dtype:
     """Of scales and zeros, for numbers of a dtype."""
@@ -119,18 +121,32 @@ class GroupFormat:
         for part, of_part, least in zip(parts, scales, zeros, strict=True):
             torch.addcmul(least, of_part, part, out=part)
 
-    def of_tokens(self, x: Tensor, starts: Sequence[int], sinks: int) -> Tensor:
-        """Tokens (rows, heads, n g, dim) as n groups (rows, heads, n, dim, g), a copy, without their sink
-        tokens: these are read elsewhere, and their numbers, often large, must not widen the range of others.
+    def from_tokens(self, x: Tensor, starts: Sequence[int], sinks: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens as groups, and what is read of them in their place: codes, scale and zero as of
+        ``quantized``.
+
+        Sink tokens stay as they are: these are read elsewhere, and their numbers, often large, do not widen
+        the range of others.
 
         Args:
+            x: (rows, heads, n g, dim).
             starts: (n,), the first position of each group.
             sinks: how many of the first positions are sink tokens.
         """
-        groups = x.unflatten(2, (len(starts), self.group_size)).transpose(3, 4)
-        groups = groups.clone(memory_format=torch.contiguous_format)
-        for n, start in enumerate(starts):
-            if (hidden := min(max(0, sinks - start), self.group_size)) > 0:
+        hidden = [min(max(0, sinks - start), self.group_size) for start in starts]
+        if is_here(x) and x.dtype != torch.float64 and x.stride(3) == 1:
+            codes, scale, zero = torch.ops.structattn_native.quantize(
+                x, self.group_size, self.bits, int(self.per_token), hidden
+            )
+            return codes, scale, zero
+        tokens = x.unflatten(2, (len(starts), self.group_size))
+        groups = tokens.transpose(3, 4).clone(memory_format=torch.contiguous_format)
+        for n, count in enumerate(hidden):
+            if count > 0:
                 of_group = groups[:, :, n]
-                of_group[..., :hidden] = of_group[..., hidden : hidden + 1] if hidden < self.group_size else 0.0
-        return groups
+                of_group[..., :count] = of_group[..., count : count + 1] if count < self.group_size else 0.0
+        stored = self.quantized(groups)
+        read = self.numbers(*stored, x.dtype).transpose(3, 4)
+        for n, count in enumerate(hidden):
+            tokens[:, :, n, count:] = read[:, :, n, count:]
+        return stored

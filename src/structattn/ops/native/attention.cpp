@@ -6,6 +6,7 @@
 #include "decode.h"
 #include "operators.h"
 #include "paged.h"
+#include "quantize.h"
 #include "terms.h"
 #include "tiles.h"
 
@@ -440,6 +441,13 @@ Tensor attend_pages(const Tensor& q, const Tensor& factors, const std::vector<Te
   return q.dtype() == dtype_of<Half>() ? of(Half()) : by_dtype(q, of);
 }
 
+std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& tokens, int64_t group_size, int64_t bits, int64_t per_token,
+                                            const std::vector<int64_t>& hidden) {
+  const auto of = [&](auto zero) { return quantized<decltype(zero)>(tokens, group_size, bits, per_token, hidden); };
+  if (tokens.dtype() == dtype_of<BFloat16>()) return of(BFloat16());
+  return tokens.dtype() == dtype_of<Half>() ? of(Half()) : of(float());
+}
+
 const Library library = [] {
   const std::string call =
       "Tensor spans, int[] ranks, int[] value_ranks, float[] per_level, float[] per_count, Tensor intervals, "
@@ -454,6 +462,9 @@ const Library library = [] {
   out.add<attend_pages>(
       "attend_pages(Tensor q, Tensor factors, Tensor[] parts, Tensor[] tables, Tensor positions, Tensor plan, int "
       "value_dim) -> Tensor");
+  out.add<quantize>(
+      "quantize(Tensor(a!) tokens, int group_size, int bits, int per_token, int[] hidden) -> (Tensor, Tensor, "
+      "Tensor)");
   return out;
 }();
 

@@ -10,13 +10,16 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from structattn.errors import BackendUnavailableError, CheckpointError, ConfigError, StructAttnWarning
 from structattn.files import cache_folder
+from structattn.ops.checks import is_eager
 from structattn.ops.native import compiler
 
 _LOADED: set[Path] = set()  # by this process; at most one
 _VARIABLE = "STRUCTATTN_CPU"
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def instructions() -> str | None:
@@ -100,6 +103,11 @@ def why_not_here() -> str | None:
         "its C++ code is not built on this machine: run `structattn build-native` (or "
         "structattn.ops.build_native()) once, which needs a C++ compiler, or install the package structattn-native"
     )
+
+
+def is_here(x: Tensor) -> bool:
+    """Whether the C++ code is there for a tensor, and nothing traces or counts what is done to it."""
+    return x.dtype in _DTYPES and x.is_cpu and is_eager(x) and why_not_here() is None
 
 
 @functools.cache

@@ -286,6 +286,13 @@ void key_sums_by_numbers(const T* factor, int64_t size, const uint8_t* codes, co
     }
 }
 
+// f for codes of so many bits and for queries of three bytes, or of two.
+template <typename F>
+auto by_bits(int64_t bits, bool is_wide, const F& f) {
+  if (bits == 8) return is_wide ? f.template operator()<true, 3>() : f.template operator()<true, 2>();
+  return is_wide ? f.template operator()<false, 3>() : f.template operator()<false, 2>();
+}
+
 // The same by integers; false, and nothing done, where that cannot be.
 template <int M, typename T>
 bool key_sums_by_integers(const T* factor, int64_t size, const uint8_t* codes, const GroupSpan<T>& span,
@@ -293,8 +300,9 @@ bool key_sums_by_integers(const T* factor, int64_t size, const uint8_t* codes, c
 #if defined(__AVX512F__)
   if constexpr (std::is_same_v<T, float>)
     if (has_integers(group_size, span.dims))
-      return span.bits == 8 ? key_sums<M, true>(factor, size, codes, span.dims, group_size, room, sums)
-                            : key_sums<M, false>(factor, size, codes, span.dims, group_size, room, sums);
+      return by_bits(span.bits, span.is_wide, [&]<bool kIsByte, int kPieces>() {
+        return key_sums<M, kIsByte, kPieces>(factor, size, codes, span.dims, group_size, room, sums);
+      });
 #endif
   return false;
 }
@@ -375,13 +383,14 @@ void add_values_by_numbers(const T* factor, int64_t size, const uint8_t* codes, 
 
 // The same by integers; false, and nothing done, where that cannot be.
 template <int M, typename T>
-bool add_values_by_integers(const T* factor, int64_t size, const uint8_t* codes, int64_t bits, int64_t dims,
+bool add_values_by_integers(const T* factor, int64_t size, const uint8_t* codes, const GroupSpan<T>& span, int64_t dims,
                             int64_t group_size, IntegerRoom& room, T* lanes, int64_t lanes_row) {
 #if defined(__AVX512F__)
   if constexpr (std::is_same_v<T, float>)
     if (has_integers(group_size, dims))
-      return bits == 8 ? add_value_sums<M, true>(factor, size, codes, dims, group_size, room, lanes, lanes_row)
-                       : add_value_sums<M, false>(factor, size, codes, dims, group_size, room, lanes, lanes_row);
+      return by_bits(span.bits, span.is_wide, [&]<bool kIsByte, int kPieces>() {
+        return add_value_sums<M, kIsByte, kPieces>(factor, size, codes, dims, group_size, room, lanes, lanes_row);
+      });
 #endif
   return false;
 }
@@ -408,8 +417,7 @@ void add_group_values(const T* weight, int64_t weight_row, const GroupSpan<T>& s
     const int64_t dims = std::min(group_size, span.dims - first);
     T* const lanes = room.lanes() + first * C::W;
     const uint8_t* const own = codes + first * bytes;
-    if (!add_values_by_integers<M>(factor, size, own, span.bits, dims, group_size, room.integers, lanes,
-                                   room.lanes_row))
+    if (!add_values_by_integers<M>(factor, size, own, span, dims, group_size, room.integers, lanes, room.lanes_row))
       add_values_by_numbers<T, M>(factor, size, own, span.bits, dims, group_size, lanes, room.lanes_row);
     for (int m = 0; m < M; ++m)
       for (int64_t d = first; d < first + dims; ++d) out[m * out_row + d] += base[m];
@@ -447,7 +455,7 @@ void add_level(const Kept& kept, const Stored& level, int64_t first, int64_t pos
   int64_t exact = first;
   if (level.quantized.bits) {
     exact = std::max(first, first_exact(kept, position));
-    add_groups<Sum<S>>(level, first, exact, begin, low, dim, before, kept.group_size, groups);
+    add_groups<S>(level, first, exact, begin, low, dim, before, kept.group_size, groups);
   }
   add_spans<S>(level, exact, position, begin, low, dim, before, spans);
 }

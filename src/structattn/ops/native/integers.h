@@ -2,7 +2,8 @@
 //
 // A number x of some that are multiplied together becomes the whole number nearest to x / unit, with `unit` the largest
 // of them divided by 2^21 or more, as three signed bytes. Their products with codes are added up without rounding, so
-// that what is lost is what rounding the numbers loses: about as much as a sum in float32 does.
+// that what is lost is what rounding the numbers loses: about as much as a sum in float32 does. Two bytes and 2^15 lose
+// less than rounding the result to 16 bits does.
 #pragma once
 
 #include "numbers.h"
@@ -22,13 +23,13 @@ struct alignas(64) Line {  // a line of the cache of a processor, or a vector of
 };
 
 constexpr int64_t kMostDims = 256;  // sums of products with as many codes do not overflow
-constexpr int64_t kPieces = 3;      // bytes of a number
+constexpr int64_t kMostPieces = 3;  // bytes of a number
 
 // Room for the bytes of up to M queries (or of their weights), and for codes in the order in which they are multiplied.
 struct IntegerRoom {
   std::vector<Line> bytes, codes;
   IntegerRoom(int64_t size, int64_t dims, int64_t queries)
-      : bytes(queries * (size / 4 * kPieces + 1)), codes(dims <= kMostDims ? dims : 0) {}
+      : bytes(queries * (size / 4 * kMostPieces + 1)), codes(dims <= kMostDims ? dims : 0) {}
 };
 
 #if defined(__AVX512F__)
@@ -61,12 +62,16 @@ inline bool unit_of(__m512i most, float steps, float& unit, float& inverse) {
   return true;
 }
 
-// Numbers as three signed bytes each, of which the first counts 1, the second 2^8, and the third 2^16.
+// Numbers as signed bytes, of which the first counts 1, the second 2^8, and the third, where it is used, 2^16.
 inline __m512i as_bytes(__m512 x, float inverse) {
   const __m512i flip = _mm512_set1_epi32(0x808080);
   const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(x, _mm512_set1_ps(inverse)));
   return _mm512_xor_si512(_mm512_add_epi32(whole, flip), flip);
 }
+
+// The largest whole number of so many signed bytes: 2^23 - 2^16, and 2^15 - 2^8.
+template <int kPieces>
+constexpr float kMostSteps = kPieces == 3 ? 8323072.f : 32512.f;
 
 // 32 bytes of one row, and of another.
 inline __m512i two_rows(const uint8_t* a, const uint8_t* b) {
@@ -108,7 +113,7 @@ inline void by_position(const uint8_t* codes, int64_t stride, int64_t dims, Line
 
 // Numbers of a query as bytes, in the order of `by_position`: for each of its steps a vector of each piece. False where
 // they have no unit.
-template <bool kIsByte>
+template <bool kIsByte, int kPieces>
 inline bool by_piece(const float* x, int64_t dims, float& unit, Line* out) {
   const __m512i order = kIsByte ? _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
                                 : _mm512_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
@@ -117,7 +122,7 @@ inline bool by_piece(const float* x, int64_t dims, float& unit, Line* out) {
   __m512i most = _mm512_setzero_si512();
   for (int64_t d = 0; d < dims; d += 16) most = larger(most, _mm512_maskz_loadu_ps(first_lanes(dims - d), x + d));
   float inverse;
-  if (!unit_of(most, 8323072.f, unit, inverse)) return false;  // 2^23 - 2^16: three signed bytes hold it
+  if (!unit_of(most, kMostSteps<kPieces>, unit, inverse)) return false;
   for (int64_t d = 0; d < dims; d += 16) {
     __m512i bytes = as_bytes(_mm512_maskz_loadu_ps(first_lanes(dims - d), x + d), inverse);
     bytes = _mm512_shuffle_epi8(_mm512_permutexvar_epi32(order, bytes), pieces);
@@ -134,7 +139,7 @@ inline bool by_piece(const float* x, int64_t dims, float& unit, Line* out) {
 
 // out = unit times the sums of products of codes and of a query, for 64 positions, or 32 of those in one half of each
 // byte of 4 bits. Codes are those of `by_position`, or, with a stride, as they are stored.
-template <bool kIsByte, int kShift, bool kIsStored = false>
+template <bool kIsByte, int kPieces, int kShift, bool kIsStored = false>
 STRUCTATTN_INTEGERS inline void store_sums(const uint8_t* codes, const Line* query, int64_t dims, float unit,
                                            float* out, int64_t stride = 0) {
   __m512i sums[kPieces][4];
@@ -161,7 +166,8 @@ STRUCTATTN_INTEGERS inline void store_sums(const uint8_t* codes, const Line* que
   }
 #pragma GCC unroll 4
   for (int n = 0; n < 4; ++n) {
-    const __m512i upper = _mm512_add_epi32(_mm512_slli_epi32(sums[2][n], 8), sums[1][n]);
+    __m512i upper = sums[kPieces - 1][n];
+    if constexpr (kPieces == 3) upper = _mm512_add_epi32(_mm512_slli_epi32(upper, 8), sums[1][n]);
     if constexpr (kIsByte) {
       const __m512 all = _mm512_mul_ps(
           _mm512_set1_ps(unit),
@@ -183,23 +189,24 @@ STRUCTATTN_INTEGERS inline void store_sums(const uint8_t* codes, const Line* que
 
 // sums[m][n] = sum over d of factor[m][d] code[d, n] for the positions of a group, with dims numbers `factor`; false,
 // and nothing done, where these have no unit.
-template <int M, bool kIsByte>
+template <int M, bool kIsByte, int kPieces>
 STRUCTATTN_INTEGERS bool key_sums(const float* factor, int64_t row, const uint8_t* codes, int64_t dims,
                                   int64_t group_size, IntegerRoom& room, float* sums) {
   const int64_t stride = kIsByte ? group_size : group_size / 2, lines = dims / kRowsAtOnce<kIsByte> * kPieces;
   float unit[M];
   for (int m = 0; m < M; ++m)
-    if (!by_piece<kIsByte>(factor + m * row, dims, unit[m], room.bytes.data() + m * lines)) return false;
+    if (!by_piece<kIsByte, kPieces>(factor + m * row, dims, unit[m], room.bytes.data() + m * lines)) return false;
   for (int64_t c = 0; c < stride; c += kIsByte ? 64 : 32) {
     if constexpr (M == 1 && kIsByte) {
-      store_sums<true, 0, true>(codes + c, room.bytes.data(), dims, unit[0], sums + c, stride);
+      store_sums<true, kPieces, 0, true>(codes + c, room.bytes.data(), dims, unit[0], sums + c, stride);
     } else {
       by_position<kIsByte>(codes + c, stride, dims, room.codes.data());
       for (int m = 0; m < M; ++m) {
         const Line* const query = room.bytes.data() + m * lines;
         float* const out = sums + m * row + c;
-        store_sums<kIsByte, 0>(room.codes[0].bytes, query, dims, unit[m], out);
-        if constexpr (!kIsByte) store_sums<kIsByte, 4>(room.codes[0].bytes, query, dims, unit[m], out + stride);
+        store_sums<kIsByte, kPieces, 0>(room.codes[0].bytes, query, dims, unit[m], out);
+        if constexpr (!kIsByte)
+          store_sums<kIsByte, kPieces, 4>(room.codes[0].bytes, query, dims, unit[m], out + stride);
       }
     }
   }
@@ -208,10 +215,11 @@ STRUCTATTN_INTEGERS bool key_sums(const float* factor, int64_t row, const uint8_
 
 // Adds to lanes[m][d], 16 numbers, sums over the positions n of a group of factor[m][n] code[d, n], which are to be
 // added up; false, and nothing done, where the numbers `factor` have no unit.
-template <int M, bool kIsByte>
+template <int M, bool kIsByte, int kPieces>
 STRUCTATTN_INTEGERS bool add_value_sums(const float* factor, int64_t row, const uint8_t* codes, int64_t dims,
                                         int64_t group_size, IntegerRoom& room, float* lanes, int64_t lanes_row) {
-  constexpr float kSteps = kIsByte ? 2097152.f : 8323072.f;  // 4 x 255 or 8 x 15 of them are below 2^31
+  // 4 x 255 or 8 x 15 of them are below 2^31.
+  constexpr float kSteps = kIsByte && kPieces == 3 ? 2097152.f : kMostSteps<kPieces>;
   const int64_t vectors = group_size / 16, stride = kIsByte ? group_size : group_size / 2, half = group_size / 2;
   float unit[M];
   uint8_t* const bytes = room.bytes[0].bytes;  // of each query, and of each of its pieces, those of all positions
@@ -226,8 +234,9 @@ STRUCTATTN_INTEGERS bool add_value_sums(const float* factor, int64_t row, const 
       uint8_t* const to = bytes + m * kPieces * group_size + 16 * n;
       _mm_store_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(whole));
       _mm_store_si128(reinterpret_cast<__m128i*>(to + group_size), _mm512_cvtepi32_epi8(_mm512_srli_epi32(whole, 8)));
-      _mm_store_si128(reinterpret_cast<__m128i*>(to + 2 * group_size),
-                      _mm512_cvtepi32_epi8(_mm512_srli_epi32(whole, 16)));
+      if constexpr (kPieces == 3)
+        _mm_store_si128(reinterpret_cast<__m128i*>(to + 2 * group_size),
+                        _mm512_cvtepi32_epi8(_mm512_srli_epi32(whole, 16)));
     }
   }
   for (int64_t c = 0; c < stride; c += kIsByte ? 64 : 32) {

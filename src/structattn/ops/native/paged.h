@@ -162,7 +162,7 @@ void add_level(const PagedKept& kept, const PagedLevel& level, int64_t first, in
       const auto scale = [&](const PagedPart& x) { return reinterpret_cast<const Scale*>(x.at(kept.request, group)); };
       groups.push_back({reinterpret_cast<const uint8_t*>(level.codes.at(kept.request, group)), scale(level.scale),
                         scale(level.zero), level.codes.head, level.scale.head, level.bits, level.dims, skip,
-                        size - skip, start + skip - low, dim, before});
+                        size - skip, start + skip - low, dim, before, sizeof(S) > 2});
     }
   }
   add_tokens<S>(kept, level, exact, position, low, dim, before, spans);

@@ -80,13 +80,14 @@ struct GroupSpan {
   const Scale *scale, *zero;
   int64_t row_stride, scale_stride, bits, dims, skip, size, column, first;
   T before;
+  bool is_wide;  // the model has more than 16 bits
 };
 
 // The spans of positions first ... last - 1 of a level, which are quantized.
-template <typename T>
-void add_groups(const Stored& level, int64_t first, int64_t last, int64_t begin, int64_t low, int64_t dim, T before,
-                int64_t group_size, std::vector<GroupSpan<T>>& out) {
-  using Scale = typename GroupSpan<T>::Scale;
+template <typename S>
+void add_groups(const Stored& level, int64_t first, int64_t last, int64_t begin, int64_t low, int64_t dim,
+                Sum<S> before, int64_t group_size, std::vector<GroupSpan<Sum<S>>>& out) {
+  using Scale = typename GroupSpan<Sum<S>>::Scale;
   const Quantized& from = level.quantized;
   for (int64_t group = first / group_size; first < last && group * group_size < last; ++group) {
     int64_t slot = from.ring ? group % from.ring : group - begin / group_size;
@@ -94,7 +95,8 @@ void add_groups(const Stored& level, int64_t first, int64_t last, int64_t begin,
     const int64_t start = group * group_size, skip = std::max<int64_t>(0, first - start);
     const auto scale = [&](int64_t n) { return page[n].const_data_ptr<Scale>() + slot * page[n].stride(1); };
     out.push_back({page[0].const_data_ptr<uint8_t>() + slot * page[0].stride(1), scale(1), scale(2), page[0].stride(0),
-                   page[1].stride(0), from.bits, level.dims, skip, group_size - skip, start + skip - low, dim, before});
+                   page[1].stride(0), from.bits, level.dims, skip, group_size - skip, start + skip - low, dim, before,
+                   sizeof(S) > 2});
   }
 }
 

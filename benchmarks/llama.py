@@ -63,8 +63,13 @@ def specs(shape: ModelShape, length: int) -> dict[str, str | None]:
     }
 
 
+def _tolerances(label: str) -> dict[torch.dtype, float]:
+    """Of the logits of a variant."""
+    return ROUNDED if label in (QUANTIZED, *STORAGES) else WHOLE_MODEL
+
+
 def _labels(shape: ModelShape, length: int, device: torch.device) -> list[str]:
-    """The variants of a step on a device."""
+    """The variants of a device."""
     if device.type == "cpu":
         return list(specs(shape, length))
     # A step over codes would make all keys and values anew: see docs/inference.md.
@@ -307,8 +312,7 @@ def _case(label: str, shape: ModelShape, length: int, device: torch.device, dtyp
         (cache,) = given.values()
         if label == STATIC:
             return StaticStep(model=model, cache=cache, ids=ids, given=given)
-        tolerances = ROUNDED if label in (QUANTIZED, *STORAGES) else WHOLE_MODEL
-        return LlamaStep(model=model, cache=cache, ids=ids, given=given, tolerances=tolerances)
+        return LlamaStep(model=model, cache=cache, ids=ids, given=given, tolerances=_tolerances(label))
 
     weights = shape.num_layers * _layer_weights(shape) + VOCABULARY * width
     layout = layout_of_spec(spec, shape, length)
@@ -357,19 +361,22 @@ class LlamaPrompt:
 
     Attributes:
         model: of transformers.
+        label: of the variant.
         spec: with which it is structurized; ``None``: as it is.
         ids: the prompt, (1, S).
+        tolerances: of the logits.
     """
 
     model: Any
+    label: str
     spec: str | None
     ids: Tensor
-    tolerances: ClassVar = WHOLE_MODEL
+    tolerances: dict[torch.dtype, float]
 
     @torch.no_grad()
     def __call__(self) -> tuple[Tensor, Any]:
         """The logits after the prompt, (1, 1, vocabulary), and the cache."""
-        given = _new_cache(self.model, self.spec)
+        given = _new_cache(self.model, self.spec, self.label)
         return self.model(self.ids, use_cache=True, logits_to_keep=1, **given).logits, given
 
     @torch.no_grad()
@@ -389,8 +396,8 @@ def prompt_groups(
     """One group per length."""
     shape = PROMPT_SHAPES[device.type] if shape is None else shape
     for length in PROMPT_LENGTHS[device.type] if lengths is None else lengths:
-        labels = [x for x in specs(shape, length) if x not in (QUANTIZED, *STORAGES)]
-        cases = tuple(_prompt_case(label, shape, length, device, dtype) for label in labels)
+        labels = _labels(shape, length, device)
+        cases = tuple(_prompt_case(x, shape, length, device, dtype) for x in labels if x in specs(shape, length))
         yield Group(mode="prefill", cases=cases)
 
 
@@ -398,7 +405,8 @@ def _prompt_case(label: str, shape: ModelShape, length: int, device: torch.devic
     spec, width = specs(shape, length)[label], shape.embed_dim
 
     def build() -> LlamaPrompt:
-        return LlamaPrompt(model=_model(shape, spec, length, device, dtype), spec=spec, ids=_tokens(length, device))
+        model, ids = _model(shape, spec, length, device, dtype), _tokens(length, device)
+        return LlamaPrompt(model=model, label=label, spec=spec, ids=ids, tolerances=_tolerances(label))
 
     layer = _layer_weights(shape)
     layout = layout_of_spec(spec, shape, length)

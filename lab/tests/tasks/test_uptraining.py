@@ -28,7 +28,7 @@ from structattn_lab.tasks.registry import recipe_for
 from structattn_lab.tasks.uptraining.config import UptrainConfig
 from structattn_lab.tasks.uptraining.figures import _mark_losses, recovered
 from structattn_lab.tasks.uptraining.recall import KnownPassages, RandomPassages, distances, recall
-from structattn_lab.tasks.uptraining.students import Compressed, SharedHeads, Window, student_form
+from structattn_lab.tasks.uptraining.students import Compressed, FewerTokens, SharedHeads, Window, student_form
 from structattn_lab.tasks.uptraining.task import UptrainTask
 
 SMOKE = recipe_for("uptraining", "smoke").task
@@ -70,6 +70,7 @@ def trained(tmp_path_factory) -> dict:
 def test_forms() -> None:
     assert student_form("cache:4") == Compressed(4.0)
     assert student_form("cache:2.5,ranks=uniform") == Compressed(2.5, "uniform")
+    assert student_form("tokens:8") == FewerTokens(8.0)
     assert student_form("heads:2") == SharedHeads(2)
     assert student_form("recent:20,sinks=3") == Window(20, 3)
     assert "20 tokens, and the first 3" in UptrainTask.describe_spec("recent:20,sinks=3")
@@ -188,6 +189,25 @@ def test_a_budget_is_kept() -> None:
         assert whole / 4 < task.details(task.build_model(spec).eval())["cache_bytes"] <= whole / 2
     with pytest.raises(ConfigError, match="no ranks give a cache that is 60 times smaller"):
         task.build_model("cache:60")
+
+
+def test_tokens_that_the_cache_drops_are_hidden() -> None:
+    task = UptrainTask(dataclasses.replace(SMOKE, context_length=512, eval_windows=2))
+    student = task.build_model("tokens:4")
+    assert sum(not p.requires_grad for p in student.parameters()) == 2 * 2  # what scores tokens, in two layers
+    whole = task.baselines()[0].details["cache_bytes"]
+    assert whole / 8 < task.details(student.eval())["cache_bytes"] <= whole / 4
+    tokens = task._windows("test")[:1, :-1]
+    with torch.no_grad():
+        scored, all_seen = student(tokens)[0], student.model(tokens, use_cache=False).logits
+        wanted = task.teacher(tokens)
+    assert_close(all_seen, wanted)
+    near = 64  # so many recent tokens stay at least
+    assert_close(scored[:, :near], wanted[:, :near])
+    assert not torch.allclose(scored[:, -near:], wanted[:, -near:], atol=1e-4)
+    loss = task.loss(student.train(), {"tokens": task._windows("test")[:1]}, step=0)
+    loss.backward()
+    assert all(p.grad is not None for p in student.parameters() if p.requires_grad)
 
 
 @pytest.mark.full

@@ -14,7 +14,7 @@ from structattn.cache.attend import over_dense
 from structattn.cache.contents import Contents, TokenShape
 from structattn.cache.levels import Level
 from structattn.cache.over_quantized import check_no_gradient
-from structattn.cache.storage import FIRST_TOKENS, PAGE_SIZE, LevelStore, Storage
+from structattn.cache.storage import FIRST_TOKENS, PAGE_SIZE, LayerStorage, LevelStore, Storage, storage_of_heads
 from structattn.errors import CacheError, CheckpointError, ConfigError, ShapeError
 from structattn.ops import Backend
 from structattn.ops.checks import autocasted
@@ -165,27 +165,11 @@ class ChosenTokens:
             self._scores = grown
         self._scores[:, :, first:end] = scores
 
-    def _places(self, scores: Tensor, block: int) -> Tensor:
-        """Which tokens of a block stay, (B, G, n), ascending.
-
-        Args:
-            scores: (B, G, block).
-            block: its number.
-        """
-        if block == 0 and self.keep == 0:
-            return torch.arange(self.storage.group_size, device=scores.device).expand(*scores.shape[:2], -1)
-        if block == 0:
-            scores = scores.clone()
-            scores[:, :, :FIRST_TOKENS] = torch.inf
-        # A stable sort: of equal scores the first ones stay, on every machine.
-        order = scores.argsort(dim=-1, descending=True, stable=True)
-        return order[..., : self.keep].sort(dim=-1).values
-
     def _append_first(self, k: Tensor, v: Tensor, scores: Tensor) -> None:
         """Appends many tokens to none, of which only those that stay are ever quantized."""
         size = self.storage.block
         ends = max(0, (k.shape[2] - self.storage.recent) // size) * size
-        picks = [self._places(scores[:, :, at : at + size], at // size) + at for at in range(0, ends, size)]
+        picks = [_places(self.storage, scores[:, :, at : at + size], at // size) + at for at in range(0, ends, size)]
         rest = torch.arange(ends, k.shape[2], device=k.device).expand(*k.shape[:2], -1)
         index = torch.cat([*picks, rest], dim=2)
         self.decided = ends
@@ -196,7 +180,7 @@ class ChosenTokens:
         """Decides on the blocks that are no longer recent."""
         while self._is_due:
             size, first = self.storage.block, self._chosen
-            places = self._places(self._scores[:, :, :size], self.decided // size)
+            places = _places(self.storage, self._scores[:, :, :size], self.decided // size)
             k, v = self.kept.read_plain(first, first + size)
             scores = self._scores[:, :, size : self._open].clone()
             self.kept.replace_plain(first, first + size, _taken(k, places), _taken(v, places))
@@ -374,6 +358,52 @@ class ChosenTokens:
             raise CheckpointError(f"the scores of tokens that are not chosen yet must be float32 of shape {shape}")
         self.kept.restore({**plain, "length": self._chosen + count, "quantized": quantized}, tensors)
         self._store_scores(0, scores)
+
+
+def _places(storage: Storage, scores: Tensor, block: int) -> Tensor:
+    """Which tokens of a block stay, (B, G, n), ascending.
+
+    Args:
+        storage: with ``keep``.
+        scores: (B, G, block).
+        block: its number.
+    """
+    if block == 0 and storage.keep == 0:
+        return torch.arange(storage.group_size, device=scores.device).expand(*scores.shape[:2], -1)
+    if block == 0:
+        scores = scores.clone()
+        scores[:, :, :FIRST_TOKENS] = torch.inf
+    # A stable sort: of equal scores the first ones stay, on every machine.
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    return order[..., : storage.keep].sort(dim=-1).values
+
+
+def seen_pairs(storage: LayerStorage, scores: Tensor) -> Tensor:
+    """Which tokens a query sees when the cache gets one token at a time: those that are kept, and those that
+    are not decided on yet.
+
+    Args:
+        storage: of a layer; heads without ``keep`` see all tokens.
+        scores: (B, G, T), of all tokens of a sequence.
+
+    Returns:
+        (B, G, T, T) bool, causal.
+    """
+    length = scores.shape[2]
+    tokens = torch.arange(length, device=scores.device)
+    seen = (tokens <= tokens[:, None]).expand(*scores.shape, -1).clone()
+    for head, of_head in enumerate(storage_of_heads(storage, scores.shape[1])):
+        if of_head is None or of_head.keep is None:
+            continue
+        of_scores, size = scores[:, head : head + 1].float(), of_head.block
+        stays = torch.ones_like(of_scores, dtype=torch.bool)
+        for first in range(0, max(0, length - of_head.recent) // size * size, size):
+            block = slice(first, first + size)
+            stays[:, :, block] = False
+            stays[:, :, block].scatter_(2, _places(of_head, of_scores[:, :, block], first // size), True)
+        decided = (tokens - of_head.recent).clamp(min=0) // size * size  # as each query finds it
+        seen[:, head] &= stays[:, 0, None] | (tokens >= decided[:, None])
+    return seen
 
 
 def _taken(x: Tensor, places: Tensor) -> Tensor:

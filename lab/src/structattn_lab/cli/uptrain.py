@@ -34,10 +34,12 @@ class UptrainCommand:
     out: Path
     """Folder of the results: model/, results/report.html, corpus/."""
     compression: Annotated[float | None, constructor(number(minimum=1), several=False)] = None
-    """How many times smaller keys and values are. Default: 4, unless --attention is given."""
-    context_length: Count = 512
+    """How many times smaller keys and values are, by far tokens and bits that are chosen for each key head.
+    Default: 4, unless --attention is given.
+    """
+    context_length: Count = 2048
     """Tokens of a window, at most the positions of the model."""
-    batch_size: Count = 16
+    batch_size: Count = 4
     """Windows of a step."""
     learning_rate: Positive = 5e-4
     """The highest learning rate; the best one falls with the width of the model."""

@@ -74,8 +74,8 @@ def uptrain(
     *,
     tokens: int,
     compression: float | None = None,
-    context_length: int = 512,
-    batch_size: int = 16,
+    context_length: int = 2048,
+    batch_size: int = 4,
     learning_rate: float = 5e-4,
     lora_rank: int = 0,
     attention: str = "",
@@ -97,8 +97,8 @@ def uptrain(
             ``model`` (the checkpoint).
         tokens: to train on; rounded to whole steps of ``batch_size * context_length``, of which there are at
             least two.
-        compression: how many times smaller keys and values are at ``context_length``. Default: 4, unless
-            ``attention`` is given.
+        compression: how many times smaller keys and values are at ``context_length``, by far tokens and bits
+            that are chosen for each key head. Default: 4, unless ``attention`` is given.
         context_length, batch_size: of a step. The context length is at most the number of positions of the
             model.
         learning_rate: the highest. The best one falls with the width: 2e-3 at width 256 in
@@ -159,7 +159,7 @@ def uptrain(
         learning_rate=learning_rate,
         lora_rank=lora_rank,
     )
-    student = attention or f"cache:{_COMPRESSION if compression is None else compression:g}"
+    student = attention or f"tokens:{_COMPRESSION if compression is None else compression:g}"
     recipe = apply_overrides(replace(recipe, attention=(student,)), tuple(changes))
     config = checked_config(str(model), context_length, "--context-length")
     check_student(student, config, context_length)

@@ -53,6 +53,7 @@ from structattn.integrations.transformers.evaluation.scores import CacheScores  
 from structattn.integrations.transformers.sharding.shard_sequences import shard_sequences  # noqa: E402
 from structattn.integrations.transformers.sharding.shards import sequence_shard  # noqa: E402
 from structattn.integrations.transformers.structurize.classes import class_named  # noqa: E402
+from structattn.integrations.transformers.structurize.modules import as_cached  # noqa: E402
 from structattn.integrations.transformers.structurize.structurize import load_structurized, structurize  # noqa: E402
 
 AutoConfig.register(StructAttnConfig.model_type, StructAttnConfig)
@@ -88,6 +89,7 @@ __all__ = [
     "StructAttnForTokenClassification",
     "StructAttnModel",
     "allocate",
+    "as_cached",
     "calibrate",
     "call_attention",
     "evaluate_cache",

@@ -40,12 +40,15 @@ class Student(nn.Module):
         """Logits (B, T, V) of tokens (B, T), and where attention gets these inputs, its outputs in each
         layer.
         """
+        from structattn.integrations.transformers import as_cached
+
         mask = self.form.mask(tokens.shape[1])
         options = {} if mask is None else {"attention_mask": mask.to(tokens.device).expand(len(tokens), 1, -1, -1)}
-        if attention_inputs is None:
-            return self.model(input_ids=tokens, use_cache=False, **options).logits, []
-        with tapped(self._layers, attention_inputs) as attended:
-            logits = self.model(input_ids=tokens, use_cache=False, **options).logits
+        with as_cached(self.model):  # when it is scored too
+            if attention_inputs is None:
+                return self.model(input_ids=tokens, use_cache=False, **options).logits, []
+            with tapped(self._layers, attention_inputs) as attended:
+                logits = self.model(input_ids=tokens, use_cache=False, **options).logits
         return logits, attended.outputs
 
     def flops_per_example(self) -> int:
@@ -79,7 +82,7 @@ def with_adapters(model: Any, layers: list[nn.Module], rank: int) -> Any:
         f"{names[id(layer)]}.{name}"
         for layer in layers
         for name, module in layer.named_modules()
-        if hasattr(module, "weight") and module.weight.dim() == 2
+        if hasattr(module, "weight") and module.weight.dim() == 2 and module.weight.requires_grad
     ]
     if not targets:
         raise ConfigError(

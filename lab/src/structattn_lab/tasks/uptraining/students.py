@@ -22,7 +22,9 @@ from structattn.spec.layers import LayerSpecs
 from structattn_lab.tasks.uptraining.config import Split
 
 _PER_LAYER, _UNIFORM = "per_layer", "uniform"
-Calibrate = Callable[[], Any]  # the calibration of the teacher, made at the first call
+# The calibration of the teacher for these methods of ``allocate``, made at the first call.
+Calibrate = Callable[[tuple[str, ...]], Any]
+_LEVELS, _TOKENS = ("levels",), ("tokens", "bits")
 
 
 class StudentForm(Protocol):
@@ -100,13 +102,36 @@ class Compressed(_SeesAll):
         from structattn.integrations.transformers import allocate
 
         specs = allocate(
-            calibrate(), compression=self.times, context_length=length, ranks=self.ranks, methods=("levels",)
+            calibrate(_LEVELS), compression=self.times, context_length=length, ranks=self.ranks, methods=_LEVELS
         )
         return _structurized(model, specs, calibrate, split, length)
 
     def describe(self) -> str:
         which = "the same ranks in all layers" if self.ranks == _UNIFORM else "ranks allocated to layers by calibration"
         return f"keys and values {self.times:g} times smaller: {which}"
+
+
+@dataclass(frozen=True)
+class FewerTokens(_SeesAll):
+    """Far tokens and bits that are chosen for each key head, so that keys and values take 1 / ``times`` of
+    the memory.
+
+    In training and in its scores a token sees what the cache would still have: see ``as_cached``.
+
+    Args:
+        times: how many times smaller the cache is at the context length.
+    """
+
+    times: float
+
+    def build(self, model: Any, calibrate: Calibrate, split: Split, length: int) -> Any:
+        from structattn.integrations.transformers import allocate, structurize
+
+        chosen = allocate(calibrate(_TOKENS), compression=self.times, context_length=length, methods=_TOKENS)
+        return structurize(model, chosen, context_length=length)
+
+    def describe(self) -> str:
+        return f"keys and values {self.times:g} times smaller: far tokens and bits chosen for each key head"
 
 
 @dataclass(frozen=True)
@@ -217,6 +242,15 @@ def ranks_hint(head_dim: int, value_dim: int) -> str:
 
 
 FORMS: dict[str, tuple[Form, type[Any]]] = {
+    "tokens": (
+        Form(
+            "tokens:TIMES",
+            "tokens:8",
+            "keys and values that many times smaller, by far tokens and bits that are chosen",
+            value=lambda text: {"times": number(text)},
+        ),
+        FewerTokens,
+    ),
     "cache": (
         Form(
             "cache:TIMES[,ranks=per_layer|uniform]",
@@ -286,5 +320,5 @@ def check_student(text: str, config: Any, length: int) -> None:
 def _structurized(model: Any, specs: Any, calibrate: Calibrate, split: Split, length: int) -> Any:
     from structattn.integrations.transformers import structurize
 
-    options: dict[str, Any] = {} if split in ROTARY_SPLITS else {"calibration": calibrate()}
+    options: dict[str, Any] = {} if split in ROTARY_SPLITS else {"calibration": calibrate(_LEVELS)}
     return structurize(model, specs, rotary_split=split, context_length=length, **options)

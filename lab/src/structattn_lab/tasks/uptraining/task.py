@@ -73,6 +73,7 @@ class UptrainTask(Task):
             checked_config(config.model, config.context_length)
         self.corpus_tokenizer, self.splits, text_sha256, source = open_text_data(config.data)
         self.teacher = Teacher(config.model, self.corpus_tokenizer.vocab_size)
+        self._calibrations: dict[tuple[str, ...], Any] = {}
         self._check_tokens(source)
         for name, part in self.splits.items():
             if len(part) <= config.context_length:
@@ -115,18 +116,22 @@ class UptrainTask(Task):
             "window": f"{self.config.context_length} tokens of context",
         }
 
-    @cached_property
-    def calibration(self) -> Any:
-        """Of the teacher, on windows of the training text."""
+    def calibration(self, methods: tuple[str, ...]) -> Any:
+        """Of the teacher, on windows of the training text, for these methods of ``allocate``."""
         from structattn.integrations.transformers import calibrate
 
+        if methods in self._calibrations:
+            return self._calibrations[methods]
         text, length = self.splits["train"], self.config.context_length
         starts = torch.randint(
             len(text) - length, (self.config.calibration_windows,), generator=generator(self.name, "calibration")
         )
         with torch.device("cpu"):
             windows = text.windows(starts, length).tokens.split(_MOST_CALIBRATED)
-            return calibrate(self.teacher.model, windows, retrieval=False)  # students have levels
+            # Prompts are for choices among heads, which levels are not.
+            retrieval = {} if "tokens" in methods else {"retrieval": False}
+            made = self._calibrations[methods] = calibrate(self.teacher.model, windows, methods=methods, **retrieval)
+        return made
 
     def build_model(self, spec: str) -> Student:
         """The student that a text names, with the weights of the teacher."""
@@ -136,7 +141,7 @@ class UptrainTask(Task):
         wanted = torch.get_default_device()
         with torch.device("cpu"):
             copied = copy.deepcopy(self.teacher.to(torch.device("cpu")).model).requires_grad_(True)
-            model = form.build(copied, lambda: self.calibration, config.rotary_split, config.context_length)
+            model = form.build(copied, self.calibration, config.rotary_split, config.context_length)
             layers = self._layers_of(model) if model is copied else [layer.module for layer in find_attention(model)]
             if config.lora_rank:
                 model = with_adapters(model, layers, config.lora_rank)

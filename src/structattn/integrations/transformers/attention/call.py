@@ -40,6 +40,7 @@ class AttentionCall(NamedTuple):
         attention_mask: what ``structured_mask`` returned; ``None`` of an encoder that hides nothing.
         dropout, scaling: of the model.
         arguments: what else the model passed.
+        seen: (B, G, T, T) bool, the pairs that a cache which chooses tokens would leave; ``None``: all.
     """
 
     module: nn.Module
@@ -52,6 +53,7 @@ class AttentionCall(NamedTuple):
     dropout: float
     scaling: float | None
     arguments: dict[str, Any]
+    seen: Tensor | None = None
 
     @property
     def is_causal(self) -> bool | None:

@@ -4,7 +4,7 @@ transformers, weights untouched.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, get_args
 
@@ -85,6 +85,8 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     sequences = _sequences_of(call, mask, layer)
     position_bias = call.arguments.get(POSITION_BIAS)
     terms = call.terms(mask.attn_mask(is_training=call.module.training, position_bias=position_bias))
+    if call.seen is not None:
+        terms = replace(terms, attn_mask=_of_seen(call, terms.attn_mask, sequences))
     asked = call.arguments.get("output_attentions")
     shows_weights = collects_weights() if asked is None else bool(asked)  # GPT-2 hands no argument to its attention
 
@@ -154,6 +156,21 @@ def _sequences_of(call: AttentionCall, mask: StructuredMask, layer: LevelCacheLa
     has_cache = layer is not None or bool(call.arguments.get("use_cache"))
     position_ids = None if layer is not None and layer.has_positions else call.arguments.get("position_ids")
     return mask.sequences(position_ids, call.arguments.get("cu_seq_lens_q"), has_cache=has_cache)
+
+
+def _of_seen(call: AttentionCall, mask: Tensor | None, sequences: Sequences) -> Tensor:
+    """The mask of a call with what a cache that chooses tokens would hide too, (B, H, T, T)."""
+    left = sequences.left_padding
+    if sequences.cu_seqlens is not None or (left is not None and bool(left.any())):
+        raise ConfigError(
+            f"{call.name} hides what a cache that chooses tokens (keep=) would drop, whose blocks begin with the row: "
+            "pad rows on the right, and do not pack several sequences in one"
+        )
+    assert call.seen is not None
+    seen = call.seen.repeat_interleave(call.query.shape[1] // call.seen.shape[1], dim=1)
+    if mask is None:
+        return seen
+    return seen & mask if mask.dtype == torch.bool else mask.masked_fill(~seen, -torch.inf)
 
 
 def _check_cached(call: AttentionCall, mask: StructuredMask, num_past: int) -> None:

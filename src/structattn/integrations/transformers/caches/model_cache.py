@@ -27,7 +27,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from structattn.cache import PAGE_SIZE
 from structattn.cache.numbers import give_numbers, is_traced
 from structattn.cache.paged import PackedCache
-from structattn.cache.storage import ModelStorage, storage_from, storage_of_layers
+from structattn.cache.storage import LayerStorage, ModelStorage, storage_from, storage_of_layers
 from structattn.checks import check_size, check_type
 from structattn.errors import CacheError, ConfigError
 from structattn.integrations.transformers.caches.hybrid_cache import HybridCacheLayer, check_states, states_of
@@ -413,6 +413,12 @@ def storage_of(config: Any) -> ModelStorage:
     return storage
 
 
+def storage_of_layer(config: Any, index: int) -> LayerStorage:
+    """How the cache of one layer of a model stores numbers, by its config; raises as ``storage_of``."""
+    storage = storage_of(config)
+    return None if storage is None else storage_of_layers(storage, config.num_hidden_layers)[index]
+
+
 def level_cache_layer(cache: Cache, index: int, config: Any = None) -> LevelCacheLayer:
     """The layer of a cache as a ``LevelCacheLayer``; an empty layer that transformers made is replaced.
 
@@ -432,10 +438,7 @@ def level_cache_layer(cache: Cache, index: int, config: Any = None) -> LevelCach
     layer = cache.layers[index] if index < len(cache.layers) else None
     if isinstance(layer, LevelCacheLayer):
         return layer
-    storage = storage_of(config)
-    if storage is not None:
-        storage = storage_of_layers(storage, config.num_hidden_layers)[index]
-    new_layer = _own_layer(layer, storage=storage)
+    new_layer = _own_layer(layer, storage=storage_of_layer(config, index))
     if layer is None or new_layer is None or layer.get_seq_length() > 0:
         raise CacheError(
             f"layer {index} of the cache is {layer!r}, whose keys structured attention cannot use: give "

@@ -4,6 +4,8 @@ compressed cache.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -12,7 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from structattn.cache.chosen_tokens import seen_pairs
 from structattn.cache.numbers import NumberedLayer, is_traced
+from structattn.cache.storage import chooses_tokens
 from structattn.checks import quoted
 from structattn.errors import CheckpointError, ConfigError
 from structattn.integrations.transformers.attention.adapters import adapted_class
@@ -20,7 +24,12 @@ from structattn.integrations.transformers.attention.call import AttentionCall, R
 from structattn.integrations.transformers.attention.divided_sequence import attend_shard, division_of
 from structattn.integrations.transformers.attention.interface import attend, attend_packed
 from structattn.integrations.transformers.attention.registration import register
-from structattn.integrations.transformers.caches.model_cache import given_packed_cache, level_cache_layer, of_decoder
+from structattn.integrations.transformers.caches.model_cache import (
+    given_packed_cache,
+    level_cache_layer,
+    of_decoder,
+    storage_of_layer,
+)
 from structattn.integrations.transformers.masks.mask_functions import structured_mask
 from structattn.integrations.transformers.variant import Variant
 from structattn.layers.head_orders import HeadOrders, orders_of_heads, ranks_of_heads
@@ -133,6 +142,8 @@ class StructuredAttention(NumberedLayer):
     layer_idx: int
     structure: LayerStructure
     reorder: Reorder
+    is_as_cached = False
+    _seen: Tensor | None = None  # during a call: see ``AttentionCall.seen``
 
     def set_structure(self, structure: LayerStructure) -> None:
         """Makes this the score of the layer."""
@@ -142,22 +153,33 @@ class StructuredAttention(NumberedLayer):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the module of transformers; a layer of the cache that is empty becomes a ``LevelCacheLayer``.
 
+        In training, and within ``as_cached``, a call without a cache hides what a cache that chooses tokens
+        would no longer have: so the model learns to do without it.
+
         Raises:
-            ConfigError: another attention implementation was set, which would leave the structure out.
+            ConfigError: another attention implementation was set, which would leave the structure out; or
+                a row that is trained so is padded on the left, or packed.
         """
         if (asked := self.config._attn_implementation) != IMPLEMENTATION:
             raise ConfigError(
                 "the attention of this model is given by its config, and its attn_implementation was changed to "
                 f"{quoted(asked)}: set it back to {IMPLEMENTATION!r}"
             )
-        for argument in (*args, *kwargs.values()):
-            if isinstance(argument, Cache) and self.structure.has_keys:
-                layer = level_cache_layer(of_decoder(argument), self.layer_idx, self.config)
-                if layer.chooses_tokens:
-                    layer.token_scores = self._token_scores(
-                        kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-                    )
-        return super().forward(*args, **kwargs)
+        caches = [x for x in (*args, *kwargs.values()) if isinstance(x, Cache)]
+        storage = None
+        for cache in caches if self.structure.has_keys else []:
+            layer = level_cache_layer(of_decoder(cache), self.layer_idx, self.config)
+            if layer.chooses_tokens:
+                layer.token_scores = self._token_scores(_states(args, kwargs))
+        if not caches and (self.training or self.is_as_cached):
+            storage = storage_of_layer(self.config, self.layer_idx)
+        if not chooses_tokens(storage):
+            return super().forward(*args, **kwargs)
+        self._seen = seen_pairs(storage, self._token_scores(_states(args, kwargs)))
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self._seen = None
 
     def _token_scores(self, states: Tensor) -> Tensor:
         """How much later queries will need each token, (B, G, T), from hidden states (B, T, E)."""
@@ -180,7 +202,8 @@ class StructuredAttention(NumberedLayer):
         tokens; ``calibrate`` finds its weights.
         """
         like = next(self.parameters())
-        setattr(self, TOKEN_SCORES, nn.Linear(hidden_size, num_heads, device=like.device, dtype=like.dtype))
+        scorer = nn.Linear(hidden_size, num_heads, device=like.device, dtype=like.dtype)
+        setattr(self, TOKEN_SCORES, scorer.requires_grad_(False))  # which tokens stay has no gradient
 
     @torch.no_grad()
     def write_token_scorer(self, scorer: Tensor) -> None:
@@ -265,12 +288,52 @@ def _attention(
             f"{type(module).__name__} is of none: use register_attention() and its name"
         )
     variant, reorder = module.structure.variant, module.reorder
-    call = AttentionCall(module, variant, reorder, query, key, value, attention_mask, dropout, scaling, kwargs)
+    call = AttentionCall(
+        module, variant, reorder, query, key, value, attention_mask, dropout, scaling, kwargs, module._seen
+    )
     if isinstance(variant.layout, HeadLayouts) or isinstance(reorder, HeadOrders):
         call = call.of_process()
     if (cache := given_packed_cache()) is not None:
         return attend_packed(call, cache=cache)
-    return attend(call) if division_of(module) is None else attend_shard(call)
+    if division_of(module) is None:
+        return attend(call)
+    if call.seen is not None:
+        raise ConfigError(
+            "a model whose cache chooses tokens (keep=) learns from whole sequences, and this one is divided among "
+            "processes: leave shard_sequences away"
+        )
+    return attend_shard(call)
+
+
+def _states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """The hidden states that an attention module gets, (B, T, E)."""
+    states: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+    return states
+
+
+@contextmanager
+def as_cached(model: nn.Module) -> Iterator[None]:
+    """Within it, calls of a structurized model without a cache hide from each token what a cache that chooses
+    tokens (``Storage(keep=...)``) would no longer have, if it got one token at a time.
+
+    Training does so always; a call in eval mode sees all tokens otherwise, as prompts do. Bits are not
+    rounded. It changes nothing in a model whose cache keeps all tokens.
+
+    Cost: a mask of all pairs, (B, H, T, T) bool, in each layer.
+
+    Example:
+        >>> with torch.no_grad(), as_cached(model):  # doctest: +SKIP
+        ...     loss = model(ids, labels=ids, use_cache=False).loss
+    """
+    layers = [module for module in model.modules() if isinstance(module, StructuredAttention)]
+    before = [layer.is_as_cached for layer in layers]
+    try:
+        for layer in layers:
+            layer.is_as_cached = True
+        yield
+    finally:
+        for layer, value in zip(layers, before, strict=True):
+            layer.is_as_cached = value
 
 
 register(IMPLEMENTATION, _attention, structured_mask)

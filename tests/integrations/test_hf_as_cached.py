@@ -1,0 +1,113 @@
+"""Training of a model whose cache chooses tokens: each token sees what the cache would still have."""
+
+import pytest
+import torch
+
+import structattn as sa
+from structattn.cache.chosen_tokens import seen_pairs
+from structattn.errors import ConfigError
+from structattn.integrations.transformers import Allocation, as_cached, level_cache, structurize
+from structattn.integrations.transformers.caches.model_cache import CACHE
+from structattn.spec import AttentionSpec
+
+transformers = pytest.importorskip("transformers")
+
+SOME = sa.Storage(16, 16, group_size=4, residual=4, keep=4, block=16, recent=12)
+NONE = sa.Storage(16, 16, group_size=4, residual=4, keep=0, block=16, recent=12)
+
+
+@pytest.mark.parametrize("storage", [SOME, NONE, (SOME, None), (NONE, SOME)])
+def test_the_pairs_are_those_of_single_tokens(storage) -> None:
+    torch.manual_seed(0)
+    length = 90
+    q, k, v = torch.randn(2, 4, length, 8), torch.randn(2, 2, length, 8), torch.randn(2, 2, length, 8)
+    scores = torch.randn(2, 2, length)
+    seen = seen_pairs(storage, scores)
+    assert not bool(seen.triu(1).any())
+    assert 0.2 < float(seen.float().mean()) < 0.45
+    whole = sa.structured_attention(q, k, v, attn_mask=seen.repeat_interleave(2, dim=1), backend="reference")
+    cache = sa.LevelCache(None, storage=storage)
+    for at in range(length):
+        one = [x[:, :, at : at + 1] for x in (q, k, v)]
+        out = cache.attend(*one, token_scores=scores[:, :, at : at + 1])
+        torch.testing.assert_close(out, whole[:, :, at : at + 1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=32,
+        vocab_size=50,
+        max_position_embeddings=128,
+        eos_token_id=None,
+        initializer_range=0.3,
+    )
+    chosen = Allocation(
+        [AttentionSpec(), AttentionSpec()],
+        storage=[SOME, [None, NONE]],
+        nbytes=1,
+        plain_nbytes=2,
+        context_length=128,
+        expected_loss=0.1,
+        scorers=[torch.randn(2, 33), torch.randn(2, 33)],
+    )
+    return structurize(transformers.LlamaForCausalLM(config), chosen).eval()
+
+
+IDS = torch.randint(50, (2, 70), generator=torch.Generator().manual_seed(3))
+
+
+@torch.no_grad()
+def stepped(model):
+    cache = level_cache(model)
+    return torch.cat([model(IDS[:, at : at + 1], **{CACHE: cache}).logits for at in range(IDS.shape[1])], dim=1)
+
+
+def test_training_sees_what_decoding_sees(model) -> None:
+    expected = stepped(model)
+    with torch.no_grad():
+        whole = model(IDS, use_cache=False).logits
+        with as_cached(model):
+            ours = model(IDS, use_cache=False).logits
+        assert torch.equal(model(IDS, use_cache=False).logits, whole)  # as before
+    assert not torch.allclose(whole, expected, atol=1e-2)
+    torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
+    logits = model.train()(IDS, use_cache=False).logits
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    logits.square().sum().backward()
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        assert float(getattr(model.model.layers[0].self_attn, name).weight.grad.abs().sum()) > 0
+
+
+def test_padding_at_the_end_changes_nothing(model) -> None:
+    model.train()
+    whole = model(IDS, use_cache=False).logits
+    mask = torch.ones_like(IDS)
+    mask[1, 60:] = 0
+    padded = model(IDS.masked_fill(mask == 0, 0), attention_mask=mask, use_cache=False).logits
+    torch.testing.assert_close(padded[1, :60], whole[1, :60], atol=1e-5, rtol=1e-5)
+
+
+def test_what_has_no_blocks_of_its_own_is_refused(model) -> None:
+    model.train()
+    mask = torch.ones_like(IDS)
+    mask[0, :3] = 0
+    with pytest.raises(ConfigError, match="pad rows on the right"):
+        model(IDS, attention_mask=mask, use_cache=False)
+    positions = torch.cat([torch.arange(30), torch.arange(40)])[None]
+    with pytest.raises(ConfigError, match="do not pack several sequences"):
+        model(IDS[:1], position_ids=positions, use_cache=False)
+
+
+@torch.no_grad()
+def test_other_models_stay_as_they_are(model) -> None:
+    config = transformers.LlamaConfig(**{**model.config.to_dict(), "structattn": None})
+    plain = structurize(transformers.LlamaForCausalLM(config), "standard", storage=sa.Storage(8, 8)).train()
+    with as_cached(plain):
+        inside = plain(IDS, use_cache=False).logits
+    assert torch.equal(inside, plain(IDS, use_cache=False).logits)

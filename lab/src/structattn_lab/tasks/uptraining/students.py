@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -23,8 +23,10 @@ from structattn_lab.tasks.uptraining.config import Split
 
 _PER_LAYER, _UNIFORM = "per_layer", "uniform"
 # The calibration of the teacher for these methods of ``allocate``, made at the first call.
-Calibrate = Callable[[tuple[str, ...]], Any]
-_LEVELS, _TOKENS = ("levels",), ("tokens", "bits")
+Methods = tuple[Literal["tokens", "bits", "levels"], ...]
+Calibrate = Callable[[Methods], Any]
+_LEVELS: Methods = ("levels",)
+_TOKENS: Methods = ("tokens", "bits")
 
 
 class StudentForm(Protocol):

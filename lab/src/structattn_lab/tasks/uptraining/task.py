@@ -31,7 +31,7 @@ from structattn_lab.tasks.uptraining.recall import (
     recall,
 )
 from structattn_lab.tasks.uptraining.student import Student, attention_loss, with_adapters
-from structattn_lab.tasks.uptraining.students import Structured, student_form
+from structattn_lab.tasks.uptraining.students import Methods, Structured, student_form
 from structattn_lab.tasks.uptraining.teacher import Teacher
 
 _MOST_CALIBRATED = 8  # windows in one pass
@@ -73,7 +73,7 @@ class UptrainTask(Task):
             checked_config(config.model, config.context_length)
         self.corpus_tokenizer, self.splits, text_sha256, source = open_text_data(config.data)
         self.teacher = Teacher(config.model, self.corpus_tokenizer.vocab_size)
-        self._calibrations: dict[tuple[str, ...], Any] = {}
+        self._calibrations: dict[Methods, Any] = {}
         self._check_tokens(source)
         for name, part in self.splits.items():
             if len(part) <= config.context_length:
@@ -116,7 +116,7 @@ class UptrainTask(Task):
             "window": f"{self.config.context_length} tokens of context",
         }
 
-    def calibration(self, methods: tuple[str, ...]) -> Any:
+    def calibration(self, methods: Methods) -> Any:
         """Of the teacher, on windows of the training text, for these methods of ``allocate``."""
         from structattn.integrations.transformers import calibrate
 
@@ -129,8 +129,8 @@ class UptrainTask(Task):
         with torch.device("cpu"):
             windows = text.windows(starts, length).tokens.split(_MOST_CALIBRATED)
             # Prompts are for choices among heads, which levels are not.
-            retrieval = {} if "tokens" in methods else {"retrieval": False}
-            made = self._calibrations[methods] = calibrate(self.teacher.model, windows, methods=methods, **retrieval)
+            made = calibrate(self.teacher.model, windows, methods=methods, retrieval="tokens" in methods)
+        self._calibrations[methods] = made
         return made
 
     def build_model(self, spec: str) -> Student:

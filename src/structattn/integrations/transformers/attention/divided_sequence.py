@@ -56,8 +56,13 @@ def attend_shard(call: AttentionCall) -> tuple[Tensor, None]:
         ConfigError: a cache, dropout, padding, or another thing that attention over a divided sequence does
             not have.
     """
-    module, variant, reorder, query, key, value, attention_mask, dropout, _, arguments = call
+    module, variant, reorder, query, key, value, attention_mask, dropout, _, arguments, seen = call
     name = call.name
+    if seen is not None:
+        raise ConfigError(
+            f"{name} chooses what its cache keeps (keep=) in whole sequences, and this one is divided among processes: "
+            "leave sequence_shard away"
+        )
     if isinstance(key, PendingStates) or isinstance(value, PendingStates):
         raise ConfigError(f"{name} has tokens of one process only, and a cache needs all: pass use_cache=False")
     if dropout > 0:

@@ -295,14 +295,7 @@ def _attention(
         call = call.of_process()
     if (cache := given_packed_cache()) is not None:
         return attend_packed(call, cache=cache)
-    if division_of(module) is None:
-        return attend(call)
-    if call.seen is not None:
-        raise ConfigError(
-            "a model whose cache chooses tokens (keep=) learns from whole sequences, and this one is divided among "
-            "processes: leave shard_sequences away"
-        )
-    return attend_shard(call)
+    return attend(call) if division_of(module) is None else attend_shard(call)
 
 
 def _states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -381,6 +381,23 @@ def test_groups_of_whole_vectors(layout, value_dim: int, size: int, heads: int, 
             assert_close(found, expected.to(dtype))
 
 
+@pytest.mark.parametrize("size", [64, 24])  # by integers, and by numbers
+@pytest.mark.parametrize("bits", [4, 8])
+@torch.no_grad()
+def test_the_mean_of_many_values_is_exact(bits: int, size: int, built) -> None:
+    """Weights that are nearly equal: what is left of values of both signs is a hundredth of them."""
+    torch.manual_seed(0)
+    length = 5000
+    q, k, v = (torch.randn(1, heads, length, 32) for heads in (2, 1, 1))
+    cache = sa.LevelCache(None, storage=sa.Storage(bits, bits, size, 30))
+    cache.append(k[:, :, :-1], v[:, :, :-1])
+    found = cache.attend(*(x[:, :, -1:] for x in (0.1 * q, k, v)))
+    keys, values = cache.dense_past(k[:, :, -1:], v[:, :, -1:])
+    wide = (x.double() for x in (0.1 * q[:, :, -1:], keys, values))
+    expected = sa.structured_attention(*wide, backend="reference")
+    assert float((found - expected).norm() / expected.norm()) < 5e-6
+
+
 @torch.no_grad()
 def test_queries_of_any_size(built) -> None:
     """Numbers that have no common unit as integers: none at all, very small ones, and such as are none."""

@@ -329,13 +329,18 @@ void add_group_scores(const T* q, int64_t q_row, const GroupSpan<T>& span, int64
   }
 }
 
-// Adds to lanes[m][d] numbers whose sum is that over the positions n of a group of factor[m][n] code[d, n].
+// What is taken off codes of values, so that they are about as often above 0 as below: with the zero of each token,
+// which gets it back, they add up to large numbers that cancel otherwise.
+constexpr int64_t middle_of(int64_t bits) { return int64_t{1} << (bits - 1); }
+
+// Adds to lanes[m][d] numbers whose sum is that over the positions n of a group of factor[m][n] (code[d, n] - middle).
 template <typename T, int M>
 void add_values_by_numbers(const T* factor, int64_t size, const uint8_t* codes, int64_t bits, int64_t dims,
                            int64_t group_size, T* lanes, int64_t lanes_row) {
   using C = Codes<T>;
   using V = Vec<T>;
   const int64_t half = group_size / 2, bytes = bits == 8 ? group_size : half;
+  const T middle = static_cast<T>(middle_of(bits));
   for (int64_t d = 0; d < dims; ++d) {
     const uint8_t* const own = codes + d * bytes;
     V sum[M], other[M];
@@ -347,7 +352,7 @@ void add_values_by_numbers(const T* factor, int64_t size, const uint8_t* codes, 
     int64_t c = 0;
     if (bits == 8) {
       for (; c + 2 * C::W <= bytes; c += 2 * C::W) {
-        const V left = C::bytes(own + c), right = C::bytes(own + c + C::W);
+        const V left = C::bytes(own + c) - V(middle), right = C::bytes(own + c + C::W) - V(middle);
 #pragma GCC unroll 4
         for (int m = 0; m < M; ++m) {
           sum[m] = fmadd(V::loadu(factor + m * size + c), left, sum[m]);
@@ -358,6 +363,7 @@ void add_values_by_numbers(const T* factor, int64_t size, const uint8_t* codes, 
       for (; c + C::W <= bytes; c += C::W) {
         V low, high;
         C::halves(own + c, low, high);
+        low = low - V(middle), high = high - V(middle);
 #pragma GCC unroll 4
         for (int m = 0; m < M; ++m) {
           sum[m] = fmadd(V::loadu(factor + m * size + c), low, sum[m]);
@@ -371,9 +377,10 @@ void add_values_by_numbers(const T* factor, int64_t size, const uint8_t* codes, 
       const T* const times = factor + m * size;
       for (int64_t n = c; n < bytes; ++n) {
         if (bits == 8)
-          total += times[n] * static_cast<T>(own[n]);
+          total += times[n] * (static_cast<T>(own[n]) - middle);
         else
-          total += times[n] * static_cast<T>(own[n] & 15) + times[half + n] * static_cast<T>(own[n] >> 4);
+          total += times[n] * (static_cast<T>(own[n] & 15) - middle) +
+                   times[half + n] * (static_cast<T>(own[n] >> 4) - middle);
       }
       (sum[m] + other[m]).store(to);
       *to += total;
@@ -407,6 +414,7 @@ void add_group_values(const T* weight, int64_t weight_row, const GroupSpan<T>& s
     T *const scale = room.scale.data(), *const zero = room.zero.data(), *const factor = room.factor.data();
     copy_numbers(span.scale + at, group_size, scale);
     copy_numbers(span.zero + at, group_size, zero);
+    for (int64_t n = 0; n < group_size; ++n) zero[n] += static_cast<T>(middle_of(span.bits)) * scale[n];
     T base[M];
     for (int m = 0; m < M; ++m) {
       const T* const own = weight + m * weight_row;

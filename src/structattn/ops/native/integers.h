@@ -213,8 +213,8 @@ STRUCTATTN_INTEGERS bool key_sums(const float* factor, int64_t row, const uint8_
   return true;
 }
 
-// Adds to lanes[m][d], 16 numbers, sums over the positions n of a group of factor[m][n] code[d, n], which are to be
-// added up; false, and nothing done, where the numbers `factor` have no unit.
+// Adds to lanes[m][d], 16 numbers, sums over the positions n of a group of factor[m][n] (code[d, n] - middle), which
+// are to be added up; false, and nothing done, where the numbers `factor` have no unit.
 template <int M, bool kIsByte, int kPieces>
 STRUCTATTN_INTEGERS bool add_value_sums(const float* factor, int64_t row, const uint8_t* codes, int64_t dims,
                                         int64_t group_size, IntegerRoom& room, float* lanes, int64_t lanes_row) {
@@ -248,7 +248,20 @@ STRUCTATTN_INTEGERS bool add_value_sums(const float* factor, int64_t row, const 
         left[m][p] = kIsByte ? _mm512_loadu_si512(from) : two_rows(from, from);
         if constexpr (!kIsByte) right[m][p] = two_rows(from + half, from + half);
       }
-    const __m512i mask = _mm512_set1_epi8(15);
+    const __m512i mask = _mm512_set1_epi8(15), middle = _mm512_set1_epi8(kIsByte ? -128 : 8);  // without signs
+    const auto sum_of = [&](int m, __m512i low, __m512i high) STRUCTATTN_INTEGERS {
+      __m512i sum = _mm512_setzero_si512();
+#pragma GCC unroll 4
+      for (int p = kPieces - 1; p >= 0; --p) {
+        if (p < kPieces - 1) sum = _mm512_slli_epi32(sum, 8);
+        sum = _mm512_dpbusd_epi32(sum, low, left[m][p]);
+        if constexpr (!kIsByte) sum = _mm512_dpbusd_epi32(sum, high, right[m][p]);
+      }
+      return sum;
+    };
+    __m512i of_middle[M];
+#pragma GCC unroll 4
+    for (int m = 0; m < M; ++m) of_middle[m] = sum_of(m, middle, middle);
     for (int64_t d = 0; d < dims; d += kIsByte ? 1 : 2) {
       const uint8_t* const from = codes + d * stride + c;
       const __m512i all = kIsByte ? _mm512_loadu_si512(from) : two_rows(from, from + stride);
@@ -256,14 +269,7 @@ STRUCTATTN_INTEGERS bool add_value_sums(const float* factor, int64_t row, const 
       const __m512i high = _mm512_and_si512(_mm512_srli_epi16(all, 4), mask);
 #pragma GCC unroll 4
       for (int m = 0; m < M; ++m) {
-        __m512i sum = _mm512_setzero_si512();
-#pragma GCC unroll 4
-        for (int p = kPieces - 1; p >= 0; --p) {
-          if (p < kPieces - 1) sum = _mm512_slli_epi32(sum, 8);
-          sum = _mm512_dpbusd_epi32(sum, low, left[m][p]);
-          if constexpr (!kIsByte) sum = _mm512_dpbusd_epi32(sum, high, right[m][p]);
-        }
-        const __m512 numbers = _mm512_cvtepi32_ps(sum);
+        const __m512 numbers = _mm512_cvtepi32_ps(_mm512_sub_epi32(sum_of(m, low, high), of_middle[m]));
         float* const to = lanes + m * lanes_row + d * 16;
         if constexpr (kIsByte) {
           _mm512_storeu_ps(to, _mm512_fmadd_ps(numbers, _mm512_set1_ps(unit[m]), _mm512_loadu_ps(to)));

@@ -124,13 +124,6 @@ void add_dots(const T* a, int64_t row, const S* b, int64_t size, T* out, int64_t
   }
 }
 
-template <typename T>
-T dot(const T* a, const T* b, int64_t size) {
-  T total = 0;
-  add_dots<1>(a, 0, b, size, &total, 0);
-  return total;
-}
-
 // Codes of a group as vectors of numbers: of 8 bits `bytes`, of 4 bits those in the low and those in the high halves.
 template <typename T>
 struct Codes {
@@ -227,15 +220,13 @@ void add_codes(const T* factor, int64_t factor_row, const uint8_t* codes, int64_
 // Room for what is computed of a group, for up to kMostHeads queries.
 template <typename T>
 struct GroupRoom {
-  int64_t size, lanes_row;  // numbers of a query in `scale`, `zero` and `sums`, and in `lanes`
-  std::vector<T> scale, zero, factor, sums;
+  int64_t size, lanes_row;  // numbers of a query in `factor` and `sums`, and in `lanes`
+  std::vector<T> factor, sums;
   std::vector<Line> lines;  // of `lanes`
   IntegerRoom integers;
   GroupRoom(int64_t group_size, int64_t dims)
       : size(std::max(group_size, dims)),
         lanes_row(dims * Codes<T>::W),
-        scale(size),
-        zero(size),
         factor(kMostHeads * size),
         sums(kMostHeads * size),
         lines(kMostHeads * lanes_row * sizeof(T) / sizeof(Line) + 1),
@@ -244,17 +235,24 @@ struct GroupRoom {
   T* lanes() { return reinterpret_cast<T*>(lines[0].bytes); }
 };
 
-template <typename T>
-void copy_numbers(const T* from, int64_t count, T* to) {
-  std::copy(from, from + count, to);
-}
-inline void copy_numbers(const Half* from, int64_t count, float* to) {
+// factor[n] = scale[n] x[n]; returns the sum of (zero[n] + middle scale[n]) x[n].
+template <typename T, typename S>
+T scaled(const T* x, const S* scale, const S* zero, T middle, int64_t size, T* factor) {
+  using V = Vec<T>;
+  V total(T(0));
   int64_t n = 0;
-#if defined(__AVX2__)
-  for (; n + 8 <= count; n += 8)
-    _mm256_storeu_ps(to + n, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + n))));
-#endif
-  for (; n < count; ++n) to[n] = from[n];
+  for (; n + V::size() <= size; n += V::size()) {
+    const V own = V::loadu(x + n), times = load_numbers(scale + n);
+    (own * times).store(factor + n);
+    total = fmadd(fmadd(V(middle), times, load_numbers(zero + n)), own, total);
+  }
+  T sum = sum_of(total);
+  for (; n < size; ++n) {
+    const T times = scale[n];
+    factor[n] = x[n] * times;
+    sum += (middle * times + T(zero[n])) * x[n];
+  }
+  return sum;
 }
 
 // sums[m][n] = sum over d of factor[m][d] code[d, n] for the positions of a group.
@@ -313,19 +311,20 @@ void add_group_scores(const T* q, int64_t q_row, const GroupSpan<T>& span, int64
                       GroupRoom<T>& room, T* out, int64_t out_row) {
   const int64_t size = room.size;
   const uint8_t* codes = span.codes + row * span.row_stride;
-  copy_numbers(span.scale + row * span.scale_stride, span.dims, room.scale.data());
-  copy_numbers(span.zero + row * span.scale_stride, span.dims, room.zero.data());
   T base[M], *const factor = room.factor.data(), *const sums = room.sums.data();
-  for (int m = 0; m < M; ++m) {
-    base[m] = dot(q + m * q_row, room.zero.data(), span.dims);
-    for (int64_t d = 0; d < span.dims; ++d) factor[m * size + d] = q[m * q_row + d] * room.scale[d];
-  }
+  for (int m = 0; m < M; ++m)
+    base[m] = scaled(q + m * q_row, span.scale + row * span.scale_stride, span.zero + row * span.scale_stride, T(0),
+                     span.dims, factor + m * size);
   if (!key_sums_by_integers<M>(factor, size, codes, span, group_size, room.integers, sums))
     key_sums_by_numbers<T, M>(factor, size, codes, span, group_size, sums);
   for (int m = 0; m < M; ++m) {
+    using V = Vec<T>;
     T* const to = out + m * out_row;
-    for (int64_t n = 0; n < span.size; ++n)
-      to[n] = (span.before == 0 ? T(0) : span.before * to[n]) + base[m] + sums[m * size + span.skip + n];
+    const T* const found = sums + m * size + span.skip;
+    if (span.before == 0)
+      map([&](V x) { return x + V(base[m]); }, to, found, span.size);
+    else
+      map2([&](V x, V y) { return fmadd(V(span.before), y, x + V(base[m])); }, to, found, to, span.size);
   }
 }
 
@@ -391,12 +390,12 @@ void add_values_by_numbers(const T* factor, int64_t size, const uint8_t* codes, 
 // The same by integers; false, and nothing done, where that cannot be.
 template <int M, typename T>
 bool add_values_by_integers(const T* factor, int64_t size, const uint8_t* codes, const GroupSpan<T>& span, int64_t dims,
-                            int64_t group_size, IntegerRoom& room, T* lanes, int64_t lanes_row) {
+                            int64_t group_size, T* lanes, int64_t lanes_row) {
 #if defined(__AVX512F__)
   if constexpr (std::is_same_v<T, float>)
     if (has_integers(group_size, dims))
       return by_bits(span.bits, span.is_wide, [&]<bool kIsByte, int kPieces>() {
-        return add_value_sums<M, kIsByte, kPieces>(factor, size, codes, dims, group_size, room, lanes, lanes_row);
+        return add_value_sums<M, kIsByte, kPieces>(factor, size, codes, dims, group_size, lanes, lanes_row);
       });
 #endif
   return false;
@@ -410,22 +409,17 @@ void add_group_values(const T* weight, int64_t weight_row, const GroupSpan<T>& s
   const uint8_t* codes = span.codes + row * span.row_stride;
   const int64_t bytes = group_size * span.bits / 8, size = room.size;
   for (int64_t first = 0, part = 0; first < span.dims; first += group_size, ++part) {
-    const int64_t at = row * span.scale_stride + part * group_size;
-    T *const scale = room.scale.data(), *const zero = room.zero.data(), *const factor = room.factor.data();
-    copy_numbers(span.scale + at, group_size, scale);
-    copy_numbers(span.zero + at, group_size, zero);
-    for (int64_t n = 0; n < group_size; ++n) zero[n] += static_cast<T>(middle_of(span.bits)) * scale[n];
-    T base[M];
+    const int64_t at = row * span.scale_stride + part * group_size + span.skip;
+    T base[M], *const factor = room.factor.data();
     for (int m = 0; m < M; ++m) {
-      const T* const own = weight + m * weight_row;
-      base[m] = dot(own, zero + span.skip, span.size);
       std::fill(factor + m * size, factor + m * size + span.skip, T(0));
-      for (int64_t n = 0; n < span.size; ++n) factor[m * size + span.skip + n] = scale[span.skip + n] * own[n];
+      base[m] = scaled(weight + m * weight_row, span.scale + at, span.zero + at, static_cast<T>(middle_of(span.bits)),
+                       span.size, factor + m * size + span.skip);
     }
     const int64_t dims = std::min(group_size, span.dims - first);
     T* const lanes = room.lanes() + first * C::W;
     const uint8_t* const own = codes + first * bytes;
-    if (!add_values_by_integers<M>(factor, size, own, span, dims, group_size, room.integers, lanes, room.lanes_row))
+    if (!add_values_by_integers<M>(factor, size, own, span, dims, group_size, lanes, room.lanes_row))
       add_values_by_numbers<T, M>(factor, size, own, span.bits, dims, group_size, lanes, room.lanes_row);
     for (int m = 0; m < M; ++m)
       for (int64_t d = first; d < first + dims; ++d) out[m * out_row + d] += base[m];

@@ -69,6 +69,12 @@ inline __m512i as_bytes(__m512 x, float inverse) {
   return _mm512_xor_si512(_mm512_add_epi32(whole, flip), flip);
 }
 
+// The bytes that count 2^shift of 32 numbers.
+inline __m256i bytes_of(__m512i x, __m512i y, int shift) {
+  return _mm256_set_m128i(_mm512_cvtepi32_epi8(_mm512_srli_epi32(y, shift)),
+                          _mm512_cvtepi32_epi8(_mm512_srli_epi32(x, shift)));
+}
+
 // The largest whole number of so many signed bytes: 2^23 - 2^16, and 2^15 - 2^8.
 template <int kPieces>
 constexpr float kMostSteps = kPieces == 3 ? 8323072.f : 32512.f;
@@ -137,33 +143,10 @@ inline bool by_piece(const float* x, int64_t dims, float& unit, Line* out) {
   return true;
 }
 
-// out = unit times the sums of products of codes and of a query, for 64 positions, or 32 of those in one half of each
-// byte of 4 bits. Codes are those of `by_position`, or, with a stride, as they are stored.
-template <bool kIsByte, int kPieces, int kShift, bool kIsStored = false>
-STRUCTATTN_INTEGERS inline void store_sums(const uint8_t* codes, const Line* query, int64_t dims, float unit,
-                                           float* out, int64_t stride = 0) {
-  __m512i sums[kPieces][4];
-#pragma GCC unroll 4
-  for (int p = 0; p < kPieces; ++p)
-#pragma GCC unroll 4
-    for (int n = 0; n < 4; ++n) sums[p][n] = _mm512_setzero_si512();
-  for (int64_t d = 0; d < dims; d += kRowsAtOnce<kIsByte>, query += kPieces) {
-    __m512i x[4];
-    if constexpr (kIsStored) {
-      four_vectors<kIsByte>(codes + d * stride, stride, x);
-    } else {
-      for (int n = 0; n < 4; ++n) x[n] = _mm512_load_si512(codes + n * sizeof(Line));
-      codes += 4 * sizeof(Line);
-    }
-#pragma GCC unroll 4
-    for (int n = 0; n < 4; ++n) {
-      if constexpr (kShift > 0) x[n] = _mm512_srli_epi16(x[n], kShift);
-      if constexpr (!kIsByte) x[n] = _mm512_and_si512(x[n], _mm512_set1_epi8(15));
-#pragma GCC unroll 4
-      for (int p = 0; p < kPieces; ++p)
-        sums[p][n] = _mm512_dpbusd_epi32(sums[p][n], x[n], _mm512_load_si512(query + p));
-    }
-  }
+// out = unit times the sums of products of codes and of a query, which are given for each of its pieces: for 64
+// positions, or for 32 of those in one half of each byte of 4 bits.
+template <bool kIsByte, int kPieces>
+STRUCTATTN_INTEGERS inline void store_pieces(const __m512i (&sums)[kPieces][4], float unit, float* out) {
 #pragma GCC unroll 4
   for (int n = 0; n < 4; ++n) {
     __m512i upper = sums[kPieces - 1][n];
@@ -187,6 +170,46 @@ STRUCTATTN_INTEGERS inline void store_sums(const uint8_t* codes, const Line* que
   }
 }
 
+template <int kPieces>
+inline void clear(__m512i (&sums)[kPieces][4]) {
+#pragma GCC unroll 4
+  for (int p = 0; p < kPieces; ++p)
+#pragma GCC unroll 4
+    for (int n = 0; n < 4; ++n) sums[p][n] = _mm512_setzero_si512();
+}
+
+// The sums of one query, for 64 positions whose codes are those of `by_position`, or, with kIsStored, as they are
+// stored. `other` is where those go of the high halves of bytes of 4 bits.
+template <bool kIsByte, int kPieces, bool kIsStored>
+STRUCTATTN_INTEGERS inline void store_sums(const uint8_t* codes, int64_t stride, const Line* query, int64_t dims,
+                                           float unit, float* out, float* other) {
+  __m512i low[kPieces][4], high[kPieces][4];
+  clear(low), clear(high);
+  const __m512i mask = _mm512_set1_epi8(15);
+  for (int64_t d = 0; d < dims; d += kRowsAtOnce<kIsByte>, query += kPieces) {
+    __m512i x[4];
+    if constexpr (kIsStored) {
+      four_vectors<kIsByte>(codes + d * stride, stride, x);
+    } else {
+      for (int n = 0; n < 4; ++n) x[n] = _mm512_load_si512(codes + n * sizeof(Line));
+      codes += 4 * sizeof(Line);
+    }
+#pragma GCC unroll 4
+    for (int n = 0; n < 4; ++n) {
+      const __m512i first = kIsByte ? x[n] : _mm512_and_si512(x[n], mask);
+      const __m512i second = _mm512_and_si512(_mm512_srli_epi16(x[n], 4), mask);
+#pragma GCC unroll 4
+      for (int p = 0; p < kPieces; ++p) {
+        const __m512i piece = _mm512_load_si512(query + p);
+        low[p][n] = _mm512_dpbusd_epi32(low[p][n], first, piece);
+        if constexpr (!kIsByte) high[p][n] = _mm512_dpbusd_epi32(high[p][n], second, piece);
+      }
+    }
+  }
+  store_pieces<kIsByte, kPieces>(low, unit, out);
+  if constexpr (!kIsByte) store_pieces<kIsByte, kPieces>(high, unit, other);
+}
+
 // sums[m][n] = sum over d of factor[m][d] code[d, n] for the positions of a group, with dims numbers `factor`; false,
 // and nothing done, where these have no unit.
 template <int M, bool kIsByte, int kPieces>
@@ -197,17 +220,12 @@ STRUCTATTN_INTEGERS bool key_sums(const float* factor, int64_t row, const uint8_
   for (int m = 0; m < M; ++m)
     if (!by_piece<kIsByte, kPieces>(factor + m * row, dims, unit[m], room.bytes.data() + m * lines)) return false;
   for (int64_t c = 0; c < stride; c += kIsByte ? 64 : 32) {
-    if constexpr (M == 1 && kIsByte) {
-      store_sums<true, kPieces, 0, true>(codes + c, room.bytes.data(), dims, unit[0], sums + c, stride);
-    } else {
-      by_position<kIsByte>(codes + c, stride, dims, room.codes.data());
-      for (int m = 0; m < M; ++m) {
-        const Line* const query = room.bytes.data() + m * lines;
-        float* const out = sums + m * row + c;
-        store_sums<kIsByte, kPieces, 0>(room.codes[0].bytes, query, dims, unit[m], out);
-        if constexpr (!kIsByte)
-          store_sums<kIsByte, kPieces, 4>(room.codes[0].bytes, query, dims, unit[m], out + stride);
-      }
+    if constexpr (M > 1) by_position<kIsByte>(codes + c, stride, dims, room.codes.data());
+    const uint8_t* const from = M > 1 ? room.codes[0].bytes : codes + c;
+    for (int m = 0; m < M; ++m) {
+      const Line* const query = room.bytes.data() + m * lines;
+      float* const out = sums + m * row + c;
+      store_sums<kIsByte, kPieces, M == 1>(from, stride, query, dims, unit[m], out, out + stride);
     }
   }
   return true;
@@ -217,37 +235,31 @@ STRUCTATTN_INTEGERS bool key_sums(const float* factor, int64_t row, const uint8_
 // are to be added up; false, and nothing done, where the numbers `factor` have no unit.
 template <int M, bool kIsByte, int kPieces>
 STRUCTATTN_INTEGERS bool add_value_sums(const float* factor, int64_t row, const uint8_t* codes, int64_t dims,
-                                        int64_t group_size, IntegerRoom& room, float* lanes, int64_t lanes_row) {
+                                        int64_t group_size, float* lanes, int64_t lanes_row) {
   // 4 x 255 or 8 x 15 of them are below 2^31.
   constexpr float kSteps = kIsByte && kPieces == 3 ? 2097152.f : kMostSteps<kPieces>;
-  const int64_t vectors = group_size / 16, stride = kIsByte ? group_size : group_size / 2, half = group_size / 2;
-  float unit[M];
-  uint8_t* const bytes = room.bytes[0].bytes;  // of each query, and of each of its pieces, those of all positions
+  const int64_t stride = kIsByte ? group_size : group_size / 2;
+  float unit[M], inverse[M];
   for (int m = 0; m < M; ++m) {
-    const float* const x = factor + m * row;
     __m512i most = _mm512_setzero_si512();
-    for (int64_t n = 0; n < vectors; ++n) most = larger(most, _mm512_loadu_ps(x + 16 * n));
-    float inverse;
-    if (!unit_of(most, kSteps, unit[m], inverse)) return false;
-    for (int64_t n = 0; n < vectors; ++n) {
-      const __m512i whole = as_bytes(_mm512_loadu_ps(x + 16 * n), inverse);
-      uint8_t* const to = bytes + m * kPieces * group_size + 16 * n;
-      _mm_store_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(whole));
-      _mm_store_si128(reinterpret_cast<__m128i*>(to + group_size), _mm512_cvtepi32_epi8(_mm512_srli_epi32(whole, 8)));
-      if constexpr (kPieces == 3)
-        _mm_store_si128(reinterpret_cast<__m128i*>(to + 2 * group_size),
-                        _mm512_cvtepi32_epi8(_mm512_srli_epi32(whole, 16)));
-    }
+    for (int64_t n = 0; n < group_size; n += 16) most = larger(most, _mm512_loadu_ps(factor + m * row + n));
+    if (!unit_of(most, kSteps, unit[m], inverse[m])) return false;
   }
   for (int64_t c = 0; c < stride; c += kIsByte ? 64 : 32) {
     __m512i left[M][kPieces], right[M][kPieces];  // of 4 bits: of the codes in the low halves, and in the high ones
 #pragma GCC unroll 4
-    for (int m = 0; m < M; ++m)
+    for (int m = 0; m < M; ++m) {
+      const float *const x = factor + m * row + c, *const y = kIsByte ? x + 32 : x + stride;
+      const __m512i whole[4] = {as_bytes(_mm512_loadu_ps(x), inverse[m]), as_bytes(_mm512_loadu_ps(x + 16), inverse[m]),
+                                as_bytes(_mm512_loadu_ps(y), inverse[m]),
+                                as_bytes(_mm512_loadu_ps(y + 16), inverse[m])};
+#pragma GCC unroll 4
       for (int p = 0; p < kPieces; ++p) {
-        const uint8_t* const from = bytes + (m * kPieces + p) * group_size + c;
-        left[m][p] = kIsByte ? _mm512_loadu_si512(from) : two_rows(from, from);
-        if constexpr (!kIsByte) right[m][p] = two_rows(from + half, from + half);
+        const __m256i first = bytes_of(whole[0], whole[1], 8 * p), second = bytes_of(whole[2], whole[3], 8 * p);
+        left[m][p] = _mm512_inserti64x4(_mm512_castsi256_si512(first), kIsByte ? second : first, 1);
+        if constexpr (!kIsByte) right[m][p] = _mm512_inserti64x4(_mm512_castsi256_si512(second), second, 1);
       }
+    }
     const __m512i mask = _mm512_set1_epi8(15), middle = _mm512_set1_epi8(kIsByte ? -128 : 8);  // without signs
     const auto sum_of = [&](int m, __m512i low, __m512i high) STRUCTATTN_INTEGERS {
       __m512i sum = _mm512_setzero_si512();

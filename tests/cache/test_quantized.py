@@ -210,7 +210,8 @@ def test_the_cpp_code_gives_the_same_codes(
     size: int, dim: int, bits: int, dtype: torch.dtype, built, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = torch.randn(2, 3, 4 * size, 2 * dim) * torch.randn(2 * dim).exp() + 3 * torch.randn(2 * dim)
-    x[1, 2, size // 2, 3] = 70000.0  # more than a scale of 16 bits can hold
+    x[1, 2, size // 2, dim + 3] = 1e5  # more than a zero of 16 bits can hold
+    x[1, 2, size // 2 + 1, dim + 3] = -6e4
     x[0, 0, 2 * size :] = 0.5
     starts = [size, 2 * size, 3 * size, 4 * size]
     for per_token in (False, True):

@@ -16,7 +16,7 @@ constexpr float kLargestHalf = 65504.f, kTinyHalf = 0x1p-14f, kEpsHalf = 0x1p-10
 inline void scale_of(float low, float high, float most, Half& zero, Half& scale) {
   const auto within = [](float x, float least) { return x < least ? least : x > kLargestHalf ? kLargestHalf : x; };
   zero = Half(within(low - std::abs(low) * kEpsHalf - kTinyHalf, -kLargestHalf));
-  const float step = within(high - float(zero), 0.f) / most;
+  const float range = high - float(zero), step = (range < 0 ? 0.f : range) / most;
   const auto wider = static_cast<float>(double(step) * (1 + 2 * double(kEpsHalf)));
   scale = Half(within(static_cast<float>(double(wider) + double(kTinyHalf)), 0.f));
 }

@@ -32,6 +32,7 @@ CALL = """
 import torch
 import structattn as sa
 from structattn.cache.storage.quantize import GroupFormat
+from structattn.testing.tolerances import assert_close
 
 print(sa.ops.build_native())
 layout = sa.LevelLayout((16, 8, 8, 7), (512, 128, 128, 16), value_ranks=(9, 8, 1, 1))
@@ -42,6 +43,15 @@ for dtype in (torch.float32, torch.float64):
         torch.testing.assert_close(*out)
         gradients = (torch.autograd.grad(x.square().sum(), (q, k, v)) for x in out)
         torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
+for dtype in (torch.bfloat16, torch.float16):
+    leaves = [torch.randn(2, 2, 299, dim, dtype=dtype, requires_grad=True) for dim in (39, 39, 19)]
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    out = sa.structured_attention(*leaves, layout, backend="native")
+    expected = sa.structured_attention(*exact, layout, backend="reference")
+    assert_close(out, expected)
+    gradients = (torch.autograd.grad(x.sin().sum(), y) for x, y in ((out, leaves), (expected, exact)))
+    for x, y in zip(*gradients):
+        assert_close(x, y, gradient=True)
 for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
     cache = sa.LevelCache(layout)
     q, k, v = (torch.randn(2, 2, 40, dim, dtype=dtype) for dim in (39, 39, 19))
@@ -282,7 +292,7 @@ class TestBuilt:
 
     @pytest.mark.parametrize("softcap", [None, 1.0])
     @pytest.mark.parametrize("T", [1, 5, 80])
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
     def test_what_is_no_number_stays_none(self, dtype: torch.dtype, T: int, softcap: float | None) -> None:
         q, k, v = (torch.randn(1, 1, T, 6, dtype=dtype) for _ in range(3))
         for x, seen in ((q, slice(T - 1, T)), (k, slice(T // 2, T))):

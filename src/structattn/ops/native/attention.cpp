@@ -57,7 +57,7 @@ std::vector<int64_t> runs_of(const std::vector<Span>& spans) {
 // nothing writes. The order of heads and rows in memory is that of an input: projections of hidden states have the
 // heads of a token side by side, and get gradients of this form without a copy. With several parts (parts, B, H, T,
 // size). No views: autograd refuses changes in place of some.
-template <typename T>
+template <typename R>
 Tensor results(const Tensor& like, int64_t size, int64_t rows, int64_t parts = 1) {
   const int64_t batch = like.size(0), heads = like.size(1), length = like.size(2), numbers = heads * length * size;
   const bool by_token = like.stride(1) > 0 && like.stride(1) < like.stride(2);
@@ -67,14 +67,9 @@ Tensor results(const Tensor& like, int64_t size, int64_t rows, int64_t parts = 1
     sizes.insert(sizes.begin(), parts);
     strides.insert(strides.begin(), batch * numbers);
   }
-  Tensor found = empty_strided(sizes, strides, like.dtype());
-  if (rows != batch * length) std::fill_n(found.data_ptr<T>(), parts * batch * numbers, T(0));
+  Tensor found = empty_strided(sizes, strides, dtype_of<R>());
+  if (rows != batch * length) std::fill_n(found.data_ptr<R>(), parts * batch * numbers, R(0));
   return found;
-}
-
-template <typename T>
-void clear(T* x, int64_t stride, int64_t rows, int64_t size) {
-  for (int64_t i = 0; i < rows; ++i) std::fill_n(x + i * stride, size, T(0));
 }
 
 int64_t queries_in(const std::vector<Span>& spans) {
@@ -83,84 +78,155 @@ int64_t queries_in(const std::vector<Span>& spans) {
   return rows;
 }
 
-// Keys (or values) of all spans and heads, transposed, and where those of each begin. Heads that are one in memory are
-// kept once.
-template <typename T>
+// What is kept of the keys (or values) of all spans and heads, `per_tile` for each tile: fill(head, span, to) writes
+// it. Heads that are one in memory are kept once.
+template <typename S>
 class Packed {
  public:
-  Packed(const std::vector<Span>& spans, const Tensor& x)
+  template <typename F>
+  Packed(const std::vector<Span>& spans, const Tensor& x, int64_t per_tile, const F& fill)
       : heads_(x.stride(1) == 0 ? std::min<int64_t>(x.size(1), 1) : x.size(1)),
-        dim_(x.size(3)),
+        per_tile_(per_tile),
         first_(begins(spans)),
         memory_(first_.back()) {
-    const View<const T> view(x);
     parallel_for(static_cast<int64_t>(spans.size()) * heads_, [&](int64_t begin, int64_t end) {
-      for (int64_t n = begin; n < end; ++n) {
-        const Span& span = spans[n / heads_];
-        pack<T>(view.at(span.row, n % heads_, span.key), view.row, span.num_keys, dim_,
-                at(n / heads_, n % heads_, span));
-      }
+      for (int64_t n = begin; n < end; ++n)
+        fill(n % heads_, spans[n / heads_], at(n / heads_, n % heads_, spans[n / heads_]));
     });
   }
 
-  T* at(int64_t number, int64_t head, const Span& span) const {
-    return memory_.data() + first_[number] + head % heads_ * tiles_of(span.num_keys, kCols) * dim_ * kCols;
+  S* at(int64_t number, int64_t head, const Span& span) const {
+    return memory_.data() + first_[number] + head % heads_ * tiles_of(span.num_keys, kCols) * per_tile_;
   }
 
  private:
-  // Where the numbers of each span begin, and last where they end.
+  // Where that of each span begins, and last where it ends.
   std::vector<int64_t> begins(const std::vector<Span>& spans) const {
     std::vector<int64_t> out{0};
-    for (const Span& span : spans) out.push_back(out.back() + tiles_of(span.num_keys, kCols) * dim_ * kCols * heads_);
+    for (const Span& span : spans) out.push_back(out.back() + tiles_of(span.num_keys, kCols) * per_tile_ * heads_);
     return out;
   }
 
-  int64_t heads_, dim_;
+  int64_t heads_, per_tile_;
   std::vector<int64_t> first_;
-  Buffer<T> memory_;
+  Buffer<S> memory_;
 };
 
+// Numbers of pairs over the keys of a tile, which are kept in this order; others are read as they are.
+template <typename I>
+int64_t stacked_size(int64_t size) {
+  return kIsPair<Operand<I>> ? size * kCols / 2 : 0;
+}
+
 // out = x times one number.
-template <typename T>
-inline void multiplied(const T* x, T factor, int64_t size, T* out) {
-  map([factor](Vec<T> a) { return a * Vec<T>(factor); }, out, x, size);
+template <typename T, typename O>
+inline void multiplied(const T* x, T factor, int64_t size, O* out) {
+  constexpr int64_t W = Vec<T>::size();
+  int64_t n = 0;
+  for (; n + W <= size; n += W) store_numbers(Vec<T>::loadu(x + n) * Vec<T>(factor), out + n);
+  for (; n < size; ++n) out[n] = O(x[n] * factor);
 }
 
-// out = x times the factor of each level.
-template <typename T>
-void scaled(const Layout<T>& layout, const T* x, int64_t stride, int64_t rows, T* out, int64_t out_stride) {
-  for (int64_t i = 0; i < rows; ++i)
-    map2([](Vec<T> a, Vec<T> b) { return a * b; }, out + i * out_stride, x + i * stride, layout.per_dim.data(),
-         layout.dim());
-}
+// Rows as operands: `stride` apart.
+template <typename P>
+struct Rows {
+  const P* data;
+  int64_t stride;
+};
 
-// Queries of a tile, also times the factor of a number of levels, which changes a few times only from the farthest keys
-// to the nearest.
-template <typename T>
+// Queries of a tile, or gradients of their outputs, as operands; where they are whole numbers, times a factor of each
+// dimension.
+template <typename I>
 class Query {
  public:
-  explicit Query(const Layout<T>& layout) : layout_(layout), own_(kRows * layout.dim()), counted_(own_) {}
+  using P = Operand<I>;
+  using T = SumOf<P>;
 
-  void set(const T* x, int64_t stride, int64_t rows) {
-    rows_ = rows, base_ = -1;
-    scaled<T>(layout_, x, stride, rows, own_.data(), layout_.dim());
+  Query(const Slices<T>& slices, const T* factors, bool is_stacked)
+      : slices_(slices),
+        factors_(factors),
+        rows_(kRows * slices.depth()),
+        stacked_(kIsPair<P> && is_stacked ? kRows / 2 * slices.size() : 0) {}
+
+  void set(const I* x, int64_t stride, int64_t rows) {
+    if constexpr (kIsPair<P>) {
+      pad(x, stride, rows, slices_, rows_.data());
+      if (!stacked_.empty()) stack(x, stride, rows, slices_.size(), stacked_.data());
+    } else {
+      for (int64_t i = 0; i < rows; ++i)
+        converted<T, I, T>(x + i * stride, factors_, slices_.size(), rows_.data() + i * slices_.size());
+    }
   }
 
-  const T* data() const { return own_.data(); }
+  // For sums over dimensions.
+  Rows<P> rows() const { return {rows_.data(), slices_.depth()}; }
+  // For sums over rows, (rows / kDepth, dimensions).
+  Rows<P> stacked() const { return {stacked_.empty() ? rows_.data() : stacked_.data(), slices_.size()}; }
 
-  const T* counted(int64_t base) {
-    if (layout_.per_count[base] == 1) return own_.data();
-    if (base != base_) {
-      base_ = base;
-      multiplied<T>(own_.data(), layout_.per_count[base], rows_ * layout_.dim(), counted_.data());
+ private:
+  const Slices<T>& slices_;
+  const T* factors_;
+  std::vector<P> rows_, stacked_;
+};
+
+// Keys (or values) of a tile as operands: numbers that are computed in another type are converted here.
+template <typename I>
+class Keys {
+ public:
+  using P = Operand<I>;
+
+  // `numbers` of a tile.
+  explicit Keys(int64_t numbers) : memory_(std::is_same_v<PackedAs<I>, P> ? 0 : numbers) {}
+
+  // What `pack` has made of a tile, (depth, kCols).
+  const P* packed(const PackedAs<I>* x, int64_t depth) {
+    if constexpr (std::is_same_v<PackedAs<I>, P>) {
+      return x;
+    } else {
+      converted<P, I, P>(x, nullptr, depth * kCols, memory_.data());
+      return memory_.data();
     }
-    return counted_.data();
+  }
+
+  // The rows of a tile, for sums over keys: what `stack` has made of them where pairs are computed, else x.
+  Rows<P> rows(const PackedAs<I>* stacked, const I* x, int64_t stride, int64_t cols, int64_t size) {
+    if constexpr (kIsPair<P>) {
+      return {stacked, size};
+    } else if constexpr (std::is_same_v<I, P>) {
+      return {x, stride};
+    } else {
+      for (int64_t j = 0; j < cols; ++j) converted<P, I, P>(x + j * stride, nullptr, size, memory_.data() + j * size);
+      return {memory_.data(), size};
+    }
   }
 
  private:
-  const Layout<T>& layout_;
-  int64_t rows_ = 0, base_ = -1;
-  std::vector<T> own_, counted_;
+  std::vector<P> memory_;
+};
+
+// The numbers of a tile as operands of a product: those of a tile of their own where pairs are computed.
+template <typename P>
+class Weights {
+ public:
+  using T = SumOf<P>;
+
+  Weights(bool has_columns, bool has_rows)
+      : over_columns_(kIsPair<P> && has_columns ? kRows * kCols / 2 : 0),
+        over_rows_(kIsPair<P> && has_rows ? kRows * kCols / 2 : 0) {}
+
+  Sides<P> of(T* x, int64_t rows) {
+    if constexpr (kIsPair<P>) {
+      const Sides<P> out{over_columns_.empty() ? nullptr : over_columns_.data(),
+                         over_rows_.empty() ? nullptr : over_rows_.data()};
+      to_pairs(x, rows, out);
+      return out;
+    } else {
+      return {x, x};
+    }
+  }
+
+ private:
+  std::vector<P> over_columns_, over_rows_;
 };
 
 // Makes the scores of a row weights, and adds them up, into a vector of sums: only the last of them takes its numbers
@@ -192,17 +258,26 @@ void weigh(T* row, int64_t first, int64_t last, T* sums, int64_t size, T& most, 
   added.store(total);
 }
 
-template <typename T>
-std::tuple<Tensor, Tensor> forward_of(const Tensor& q, const Tensor& k, const Tensor& v, const Layout<T>& layout,
-                                      const Terms<T>& terms, const std::vector<Span>& spans) {
+template <typename I>
+std::tuple<Tensor, Tensor> forward_of(const Tensor& q, const Tensor& k, const Tensor& v,
+                                      const Layout<Operand<I>>& layout, const Terms<SumOf<Operand<I>>>& terms,
+                                      const std::vector<Span>& spans) {
+  using P = Operand<I>;
+  using T = SumOf<P>;
   using V = Vec<T>;
   constexpr int64_t W = V::size();
-  const int64_t heads = q.size(1), share = heads / k.size(1), size = layout.value_dim();
-  Tensor out = results<T>(q, size, queries_in(spans));
-  Tensor lse = empty({q.size(0), heads, q.size(2)}, q.dtype());
-  const Packed<T> keys(spans, k);
-  const View<const T> queries_of(q), values(v);
-  const View<T> outs(out);
+  const int64_t heads = q.size(1), share = heads / k.size(1), dim = layout.dim(), size = layout.value_dim();
+  const int64_t depth = layout.keys.depth(), stacked = stacked_size<I>(size);
+  Tensor out = results<I>(q, size, queries_in(spans));
+  Tensor lse = empty({q.size(0), heads, q.size(2)}, dtype_of<T>());
+  const View<const I> queries_of(q), keys_of(k), values_of(v);
+  const View<I> outs(out);
+  const Packed<PackedAs<I>> keys(spans, k, depth * kCols, [&](int64_t head, const Span& span, PackedAs<I>* to) {
+    pack<I>(keys_of.at(span.row, head, span.key), keys_of.row, span.num_keys, layout.keys, to);
+  });
+  const Packed<PackedAs<I>> values(spans, v, stacked, [&](int64_t head, const Span& span, PackedAs<I>* to) {
+    if constexpr (kIsPair<P>) stack(values_of.at(span.row, head, span.key), values_of.row, span.num_keys, size, to);
+  });
   T* const lses = lse.data_ptr<T>();
   std::fill_n(lses, lse.numel(), kNone<T>);
   const int64_t num_queries = q.size(2);
@@ -216,8 +291,10 @@ std::tuple<Tensor, Tensor> forward_of(const Tensor& q, const Tensor& k, const Te
   }
   parallel_for(static_cast<int64_t>(work.size()), [&](int64_t begin, int64_t end) {
     std::vector<T> score(kRows * kCols), sums(kRows * size), most(kRows), total(kRows * W);
-    Query<T> query(layout);
-    Tiles<T> tiles(layout);
+    Query<I> query(layout.keys, layout.per_dim.data(), false);
+    Keys<I> tile_keys(dim * kCols), tile_values(size * kCols);
+    Weights<P> weights(true, false);
+    Tiles<P> tiles(layout);
     for (int64_t n = begin; n < end; ++n) {
       const auto [number, head, first] = work[n];
       const Span& span = spans[number];
@@ -226,31 +303,35 @@ std::tuple<Tensor, Tensor> forward_of(const Tensor& q, const Tensor& k, const Te
       std::fill_n(sums.begin(), rows * size, T(0));
       std::fill_n(most.begin(), rows, kNone<T>);
       std::fill_n(total.begin(), rows * W, T(0));
-      const T* packed = keys.at(number, head / share, span);
-      for (const Tile<T>& tile : tiles.of(span, first, rows)) {
-        const T* key_t = packed + tile.from * layout.dim();
-        tile.products(layout.dims, layout.per_count.data(), query.counted(tile.base()), layout.dim(), key_t,
-                      score.data());
+      const PackedAs<I>*const key_t = keys.at(number, head / share, span), *const value_rows =
+                                                                               values.at(number, head / share, span);
+      for (const Tile<P>& tile : tiles.of(span, first, rows)) {
+        const auto [query_rows, query_stride] = query.rows();
+        tile.products(layout.keys, layout.per_count.data(), query_rows, query_stride,
+                      tile_keys.packed(key_t + tile.from * depth, depth), score.data());
         terms.add(span, head, first, rows, tile, score.data(), nullptr);
         for (int64_t i = 0; i < rows; ++i) {
           const auto [low, high] = tile.seen(i, kNone<T>, score.data() + i * kCols);
           weigh<T>(score.data() + i * kCols, low, high, sums.data() + i * size, size, most[i], total.data() + i * W);
         }
-        const T* value = values.at(span.row, head / share, span.key + tile.from);
-        tile.walk(layout.value_dims, score.data(), [&](int64_t step, int64_t begin, int64_t count) {
-          tile.add_to_rows(step, score.data(), value + begin, values.row, count, sums.data() + begin, size);
+        const Sides<P> sides = weights.of(score.data(), rows);
+        const auto [value, stride] = tile_values.rows(value_rows + tile.from / kCols * stacked,
+                                                      values_of.at(span.row, head / share, span.key + tile.from),
+                                                      values_of.row, tile.cols, size);
+        tile.walk(layout.values.numbers, sides, [&](int64_t step, int64_t begin, int64_t count) {
+          tile.add_to_rows(step, sides, value + begin, stride, count, sums.data() + begin, size);
         });
       }
       T* const to_lse = lses + (span.row * heads + head) * num_queries + span.query + first;
       for (int64_t i = 0; i < rows; ++i) {
-        const T weights = sum_of(V::loadu(total.data() + i * W));
-        T* const to = outs.at(span.row, head, span.query + first + i);
-        if (weights == 0) {  // it sees nothing
-          std::fill_n(to, size, T(0));
+        const T weight = sum_of(V::loadu(total.data() + i * W));
+        I* const to = outs.at(span.row, head, span.query + first + i);
+        if (weight == 0) {  // it sees nothing
+          std::fill_n(to, size, I(0));
           continue;
         }
-        multiplied<T>(sums.data() + i * size, 1 / weights, size, to);
-        to_lse[i] = most[i] + logarithm(weights);
+        multiplied<T>(sums.data() + i * size, 1 / weight, size, to);
+        to_lse[i] = most[i] + logarithm(weight);
       }
     }
   });
@@ -258,32 +339,37 @@ std::tuple<Tensor, Tensor> forward_of(const Tensor& q, const Tensor& k, const Te
 }
 
 // The sum of the parts of `results`.
-template <typename T>
+template <typename T, typename I>
 Tensor sum_of_parts(const Tensor& like, const Tensor& parts, int64_t size, int64_t count, int64_t numbers) {
   constexpr int64_t kAtOnce = 4096;
-  Tensor out = results<T>(like, size, like.size(0) * like.size(2));
+  Tensor out = results<I>(like, size, like.size(0) * like.size(2));
   const T* const from = parts.const_data_ptr<T>();
-  T* const to = out.data_ptr<T>();
+  I* const to = out.data_ptr<I>();
   parallel_for(tiles_of(numbers, kAtOnce), [&](int64_t begin, int64_t end) {
+    std::vector<T> sum(kAtOnce);
     for (int64_t first = begin * kAtOnce; first < std::min(end * kAtOnce, numbers); first += kAtOnce) {
       const int64_t some = std::min(kAtOnce, numbers - first);
-      std::copy_n(from + first, some, to + first);
+      std::copy_n(from + first, some, sum.data());
       for (int64_t n = 1; n < count; ++n)
-        map2([](Vec<T> a, Vec<T> b) { return a + b; }, to + first, to + first, from + n * numbers + first, some);
+        map2([](Vec<T> a, Vec<T> b) { return a + b; }, sum.data(), sum.data(), from + n * numbers + first, some);
+      converted<T, T, I>(sum.data(), nullptr, some, to + first);
     }
   });
   return out;
 }
 
-template <typename T>
+template <typename I>
 std::tuple<Tensor, Tensor, Tensor> backward_of(const Tensor& grad_out, const Tensor& q, const Tensor& k,
-                                               const Tensor& v, const Tensor& lse, const Tensor& delta,
-                                               const Layout<T>& layout, const Terms<T>& terms,
-                                               const std::vector<Span>& spans) {
+                                               const Tensor& v, const Tensor& out, const Tensor& lse,
+                                               const std::optional<Tensor>& grad_lse, const Layout<Operand<I>>& layout,
+                                               const Terms<SumOf<Operand<I>>>& terms, const std::vector<Span>& spans) {
+  using P = Operand<I>;
+  using T = SumOf<P>;
   using V = Vec<T>;
   constexpr int64_t W = V::size();
   const int64_t heads = q.size(1), groups = k.size(1), share = heads / groups, dim = layout.dim(),
-                size = layout.value_dim();
+                size = layout.value_dim(), depth = layout.keys.depth(), value_depth = layout.values.depth(),
+                stacked = stacked_size<I>(dim);
   const std::vector<int64_t> runs = runs_of(spans);  // one thread adds to the gradients of the keys of a run
   const int64_t pairs = static_cast<int64_t>(runs.size() - 1) * groups, threads = num_threads();
   // Where there are fewer key heads than threads, each adds up gradients of keys and values of its own for a part of
@@ -302,50 +388,62 @@ std::tuple<Tensor, Tensor, Tensor> backward_of(const Tensor& grad_out, const Ten
   splits = std::min(splits, most_tiles);
   int64_t num_keys = 0;
   for (size_t n = 0; n + 1 < runs.size(); ++n) num_keys += spans[runs[n]].num_keys;
-  Tensor grad_q = results<T>(q, dim, queries_in(spans)), grad_k = results<T>(k, dim, num_keys, splits),
-         grad_v = results<T>(v, size, num_keys, splits);
+  Tensor grad_q = results<I>(q, dim, queries_in(spans));
+  // Parts are sums, which are rounded once all are added.
+  Tensor grad_k = splits > 1 ? results<T>(k, dim, num_keys, splits) : results<I>(k, dim, num_keys);
+  Tensor grad_v = splits > 1 ? results<T>(v, size, num_keys, splits) : results<I>(v, size, num_keys);
   const int64_t part_k = k.size(0) * groups * k.size(2) * dim, part_v = k.size(0) * groups * k.size(2) * size;
-  const Packed<T> keys_t(spans, k), values_t(spans, v);
-  const View<const T> queries_of(q), keys(k), outward(grad_out);
-  const View<T> to_q(grad_q), to_k(grad_k), to_v(grad_v);
-  const T *const lses = lse.const_data_ptr<T>(), *const deltas = delta.const_data_ptr<T>();
+  const View<const I> queries_of(q), keys_of(k), values_of(v), outs(out), outward_of(grad_out);
+  const View<I> to_q(grad_q);
+  const T* const lses = lse.const_data_ptr<T>();
+  const T* const grad_lses = grad_lse.has_value() ? grad_lse->const_data_ptr<T>() : nullptr;
   parallel_for(pairs * splits, [&](int64_t begin, int64_t end) {
-    std::vector<T> weight(kRows * kCols), change(kRows * kCols), sums(kRows * dim), shift(kRows),
+    std::vector<T> weight(kRows * kCols), change(kRows * kCols), sums(kRows * dim), shift(kRows), drop(kRows),
         slope(terms.has_softcap() ? kRows * kCols : 0);
-    // Gradients of a sequence and its key head, packed: what is added to narrow slices.
-    std::vector<T> packed_k(layout.is_narrow ? most_keys * dim : 0), packed_v(layout.is_narrow ? most_keys * size : 0);
-    Query<T> query(layout);
-    Tiles<T> tiles(layout);
+    // Of a sequence and its key head: keys and values as `pack` and `stack` make them, and the gradients as `pack`
+    // would.
+    const Buffer<PackedAs<I>> key_t(most_keys * depth), value_t(most_keys * value_depth),
+        key_rows(most_keys / kCols * stacked);
+    std::vector<T> sums_k(most_keys * dim), sums_v(most_keys * size);
+    Query<I> query(layout.keys, layout.per_dim.data(), true), outward(layout.values, nullptr, true);
+    Keys<I> tile_keys(dim * kCols), tile_key_rows(dim * kCols), tile_values(size * kCols);
+    Weights<P> weights(false, true), changes(true, true);
+    Tiles<P> tiles(layout);
     for (int64_t n = begin; n < end; ++n) {
       const int64_t run = n / splits / groups, group = n / splits % groups, split = n % splits;
-      const Span& keys_of = spans[runs[run]];
-      clear(to_k.at(keys_of.row, group, keys_of.key) + split * part_k, to_k.row, keys_of.num_keys, dim);
-      clear(to_v.at(keys_of.row, group, keys_of.key) + split * part_v, to_v.row, keys_of.num_keys, size);
+      const Span& keys = spans[runs[run]];
+      const I* const key = keys_of.at(keys.row, group, keys.key);
+      const I* const value = values_of.at(keys.row, group, keys.key);
+      pack<I>(key, keys_of.row, keys.num_keys, layout.keys, key_t.data());
+      pack<I>(value, values_of.row, keys.num_keys, layout.values, value_t.data());
+      if constexpr (kIsPair<P>) stack(key, keys_of.row, keys.num_keys, dim, key_rows.data());
+      std::fill(sums_k.begin(), sums_k.end(), T(0));
+      std::fill(sums_v.begin(), sums_v.end(), T(0));
       for (int64_t number = runs[run]; number < runs[run + 1]; ++number) {
         const Span& span = spans[number];
-        const T *key_t = keys_t.at(number, group, span), *value_t = values_t.at(number, group, span);
-        T* const own_k = to_k.at(span.row, group, span.key) + split * part_k;
-        T* const own_v = to_v.at(span.row, group, span.key) + split * part_v;
-        std::fill(packed_k.begin(), packed_k.end(), T(0));
-        std::fill(packed_v.begin(), packed_v.end(), T(0));
         for (int64_t head = group * share; head < (group + 1) * share; ++head) {
           for (int64_t first = split * kRows; first < span.num_queries; first += splits * kRows) {
             const int64_t rows = std::min(kRows, span.num_queries - first),
                           at = (span.row * heads + head) * q.size(2) + span.query + first;
             query.set(queries_of.at(span.row, head, span.query + first), queries_of.row, rows);
+            const I* const own = outward_of.at(span.row, head, span.query + first);
+            outward.set(own, outward_of.row, rows);
             std::fill(sums.begin(), sums.end(), T(0));
             for (int64_t i = 0; i < rows; ++i) {  // a row that sees nothing has weights 0
-              const T found = lses[at + i];
-              shift[i] = found == kNone<T> ? -kNone<T> : found;
+              shift[i] = lses[at + i] == kNone<T> ? -kNone<T> : lses[at + i];
+              drop[i] =
+                  sum_of_products<T>(own + i * outward_of.row, outs.at(span.row, head, span.query + first + i), size);
+              if (grad_lses != nullptr) drop[i] -= grad_lses[at + i];
             }
-            const T* drop = deltas + at;
-            const T* own = outward.at(span.row, head, span.query + first);
-            for (const Tile<T>& tile : tiles.of(span, first, rows)) {
+            for (const Tile<P>& tile : tiles.of(span, first, rows)) {
               const T* factors = layout.per_count.data();
-              tile.products(layout.dims, factors, query.counted(tile.base()), dim, key_t + tile.from * dim,
-                            weight.data());
+              const auto [query_rows, query_stride] = query.rows();
+              tile.products(layout.keys, factors, query_rows, query_stride,
+                            tile_keys.packed(key_t.data() + tile.from * depth, depth), weight.data());
               terms.add(span, head, first, rows, tile, weight.data(), slope.empty() ? nullptr : slope.data());
-              tile.products(layout.value_dims, nullptr, own, outward.row, value_t + tile.from * size, change.data());
+              const auto [outward_rows, outward_stride] = outward.rows();
+              tile.products(layout.values, nullptr, outward_rows, outward_stride,
+                            tile_values.packed(value_t.data() + tile.from * value_depth, value_depth), change.data());
               for (int64_t i = 0; i < rows; ++i) {
                 T *w = weight.data() + i * kCols, *d = change.data() + i * kCols;
                 const auto [low, high] = tile.seen(i, kNone<T>, w);
@@ -359,34 +457,49 @@ std::tuple<Tensor, Tensor, Tensor> backward_of(const Tensor& grad_out, const Ten
                 if (!slope.empty())  // what is hidden may be no number
                   for (int64_t c = low; c < high; ++c) d[c] = w[c] == 0 ? T(0) : d[c] * slope[i * kCols + c];
               }
-              T *const of_values = own_v + tile.from * to_v.row, *const of_values_t =
-                                                                     packed_v.data() + tile.from * size;
-              tile.walk(layout.value_dims, weight.data(), [&](int64_t step, int64_t begin, int64_t count) {
-                tile.add_to_columns(step, weight.data(), own + begin, outward.row, count, of_values + begin, to_v.row,
-                                    of_values_t + begin * kCols);
+              const Sides<P> weight_sides = weights.of(weight.data(), rows);
+              const auto [stacked_out, stacked_out_stride] = outward.stacked();
+              T* const of_values = sums_v.data() + tile.from * size;
+              tile.walk(layout.values.numbers, weight_sides, [&](int64_t step, int64_t begin, int64_t count) {
+                tile.add_to_columns(step, weight_sides, stacked_out + begin, stacked_out_stride, count,
+                                    of_values + begin * kCols);
               });
               tile.scale(factors, change.data());
-              T *const of_keys = own_k + tile.from * to_k.row, *const of_keys_t = packed_k.data() + tile.from * dim;
-              const T* key = keys.at(span.row, group, span.key + tile.from);
-              tile.walk(layout.dims, change.data(), [&](int64_t step, int64_t begin, int64_t count) {
-                tile.add_to_rows(step, change.data(), key + begin, keys.row, count, sums.data() + begin, dim);
-                tile.add_to_columns(step, change.data(), query.data() + begin, dim, count, of_keys + begin, to_k.row,
-                                    of_keys_t + begin * kCols);
+              const Sides<P> sides = changes.of(change.data(), rows);
+              const auto [stacked_query, stacked_query_stride] = query.stacked();
+              const auto [stacked_key, stacked_key_stride] =
+                  tile_key_rows.rows(key_rows.data() + tile.from / kCols * stacked, key + tile.from * keys_of.row,
+                                     keys_of.row, tile.cols, dim);
+              T* const of_keys = sums_k.data() + tile.from * dim;
+              tile.walk(layout.keys.numbers, sides, [&](int64_t step, int64_t begin, int64_t count) {
+                tile.add_to_rows(step, sides, stacked_key + begin, stacked_key_stride, count, sums.data() + begin, dim);
+                tile.add_to_columns(step, sides, stacked_query + begin, stacked_query_stride, count,
+                                    of_keys + begin * kCols);
               });
             }
-            scaled<T>(layout, sums.data(), dim, rows, to_q.at(span.row, head, span.query + first), to_q.row);
+            for (int64_t i = 0; i < rows; ++i)
+              converted<T, T, I>(sums.data() + i * dim, layout.per_dim.data(), dim,
+                                 to_q.at(span.row, head, span.query + first + i));
           }
         }
-        if (layout.is_narrow) {
-          add_unpacked<T>(packed_k.data(), span.num_keys, dim, own_k, to_k.row);
-          add_unpacked<T>(packed_v.data(), span.num_keys, size, own_v, to_v.row);
-        }
       }
+      // Queries that are pairs do not have the factors of the levels in them.
+      const T* const per_dim = kIsPair<P> ? layout.per_dim.data() : nullptr;
+      const auto write = [&](const auto& to_k, const auto& to_v) {
+        unpack<T>(sums_k.data(), keys.num_keys, dim, per_dim, to_k.at(keys.row, group, keys.key) + split * part_k,
+                  to_k.row);
+        unpack<T>(sums_v.data(), keys.num_keys, size, static_cast<const T*>(nullptr),
+                  to_v.at(keys.row, group, keys.key) + split * part_v, to_v.row);
+      };
+      if (splits > 1)
+        write(View<T>(grad_k), View<T>(grad_v));
+      else
+        write(View<I>(grad_k), View<I>(grad_v));
     }
   });
   if (splits > 1)
-    return {std::move(grad_q), sum_of_parts<T>(k, grad_k, dim, splits, part_k),
-            sum_of_parts<T>(v, grad_v, size, splits, part_v)};
+    return {std::move(grad_q), sum_of_parts<T, I>(k, grad_k, dim, splits, part_k),
+            sum_of_parts<T, I>(v, grad_v, size, splits, part_v)};
   return {std::move(grad_q), std::move(grad_k), std::move(grad_v)};
 }
 
@@ -401,23 +514,26 @@ std::tuple<Tensor, Tensor, Tensor> backward_of(const Tensor& grad_out, const Ten
 
 template <typename F>
 auto by_dtype(const Tensor& q, const F& f) {
-  return q.dtype() == dtype_of<double>() ? f(double()) : f(float());
+  if (q.dtype() == dtype_of<double>()) return f(double());
+  if (q.dtype() == dtype_of<BFloat16>()) return f(BFloat16());
+  return q.dtype() == dtype_of<Half>() ? f(Half()) : f(float());
 }
 
 std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& v, STRUCTATTN_CALL) {
   return by_dtype(q, [&](auto zero) {
-    using T = decltype(zero);
-    const Layout<T> layout(ranks, value_ranks, per_level, per_count, intervals, first_position);
-    return forward_of<T>(q, k, v, layout, Terms<T>(softcap, slopes, bias, mask), spans_of(spans));
+    using I = decltype(zero);
+    const Layout<Operand<I>> layout(ranks, value_ranks, per_level, per_count, intervals, first_position);
+    return forward_of<I>(q, k, v, layout, {softcap, slopes, bias, mask}, spans_of(spans));
   });
 }
 
 std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
-                                            const Tensor& lse, const Tensor& delta, STRUCTATTN_CALL) {
+                                            const Tensor& out, const Tensor& lse, const std::optional<Tensor>& grad_lse,
+                                            STRUCTATTN_CALL) {
   return by_dtype(q, [&](auto zero) {
-    using T = decltype(zero);
-    const Layout<T> layout(ranks, value_ranks, per_level, per_count, intervals, first_position);
-    return backward_of<T>(grad_out, q, k, v, lse, delta, layout, Terms<T>(softcap, slopes, bias, mask),
+    using I = decltype(zero);
+    const Layout<Operand<I>> layout(ranks, value_ranks, per_level, per_count, intervals, first_position);
+    return backward_of<I>(grad_out, q, k, v, out, lse, grad_lse, layout, {softcap, slopes, bias, mask},
                           spans_of(spans));
   });
 }
@@ -425,20 +541,15 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_out, const Tensor
 Tensor step(const std::optional<Tensor>& q, const Tensor& k, const Tensor& v, const Tensor& factors,
             const std::optional<Tensor>& order, const std::vector<Tensor>& pages, const Tensor& plan, const Tensor& old,
             int64_t position, int64_t number) {
-  const auto of = [&](auto zero) {
+  return by_dtype(k, [&](auto zero) {
     return stepped<decltype(zero)>(q, k, v, factors, order, pages, plan, old, position, number);
-  };
-  if (k.dtype() == dtype_of<BFloat16>()) return of(BFloat16());
-  return k.dtype() == dtype_of<Half>() ? of(Half()) : by_dtype(k, of);
+  });
 }
 
 Tensor attend_pages(const Tensor& q, const Tensor& factors, const std::vector<Tensor>& parts,
                     const std::vector<Tensor>& tables, const Tensor& positions, const Tensor& plan, int64_t value_dim) {
-  const auto of = [&](auto zero) {
-    return attended<decltype(zero)>(q, factors, parts, tables, positions, plan, value_dim);
-  };
-  if (q.dtype() == dtype_of<BFloat16>()) return of(BFloat16());
-  return q.dtype() == dtype_of<Half>() ? of(Half()) : by_dtype(q, of);
+  return by_dtype(
+      q, [&](auto zero) { return attended<decltype(zero)>(q, factors, parts, tables, positions, plan, value_dim); });
 }
 
 std::tuple<Tensor, Tensor, Tensor> quantize(const Tensor& tokens, int64_t group_size, int64_t bits, int64_t per_token,
@@ -454,8 +565,9 @@ const Library library = [] {
       "int first_position, float softcap, Tensor? slopes, Tensor? bias, Tensor? mask)";
   const Library out("structattn_native");
   out.add<forward>("forward(Tensor q, Tensor k, Tensor v, " + call + " -> (Tensor, Tensor)");
-  out.add<backward>("backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor lse, Tensor delta, " + call +
-                    " -> (Tensor, Tensor, Tensor)");
+  out.add<backward>(
+      "backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? grad_lse, " + call +
+      " -> (Tensor, Tensor, Tensor)");
   out.add<step>(
       "step(Tensor? q, Tensor k, Tensor v, Tensor factors, Tensor? order, Tensor[](a!) pages, Tensor(b!) plan, "
       "Tensor(c!) old, int position, int number) -> Tensor");

@@ -128,32 +128,31 @@ def _terms(
     )
 
 
-def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+def _rows(x: Tensor) -> Tensor:
     """x as the C++ code reads it: numbers of a row are neighbours."""
-    if x.dtype is not dtype:
-        x = x.to(dtype)
+    x = x.detach()
     return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """Structured attention; the arguments are those of ``structured_attention``, checked.
 
-    16-bit inputs are computed in float32.
+    Sums are float32 for 16-bit inputs. With AVX512-BF16 the products of bfloat16 take bfloat16 numbers, and
+    weights are rounded to it, as in PyTorch's kernel; everywhere else 16 bits are converted tile by tile.
 
     Returns:
         out (B, H, T, V) in q's dtype, with the heads of a token side by side in memory where q has them so,
         and lse (B, H, T), contiguous, float32 or float64, base e.
 
     Cost: ``layout.score_flops`` + ``layout.value_flops``, for whole tiles, and one exponential per visible
-        pair; memory for a copy of the keys.
+        pair; memory for a copy of the keys in their dtype, and of bfloat16 values.
     """
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     if not q.numel() or not k.numel() or not v.numel():
         return q.new_zeros((*q.shape[:3], v.shape[3])), q.new_full(q.shape[:3], -torch.inf, dtype=dtype)
-    query, key, value = (_rows(x.detach(), dtype) for x in (q, k, v))
     arguments = *_arguments(q, k, v, call), *_terms(q, k, call, dtype)
-    out, lse = torch.ops.structattn_native.forward(query, key, value, *arguments)
-    return out if q.dtype is dtype else out.to(q.dtype), lse
+    result: tuple[Tensor, Tensor] = torch.ops.structattn_native.forward(*(_rows(x) for x in (q, k, v)), *arguments)
+    return result
 
 
 def backward(
@@ -178,29 +177,20 @@ def backward(
         q, k, v, call: as in ``forward``.
         out, lse: what ``forward`` returned.
 
-    Cost: three products of the score's rank and two of the value's per visible pair; memory for copies of
-    keys and values, and for their gradients once more for each part where there are fewer key heads than
-    threads; with narrow slices each thread has them once more for one key head.
+    Cost: three products of the score's rank and two of the value's per visible pair. Each thread has memory
+        for one key head: its keys and values in their dtype, and their gradients in that of the sums. With
+        fewer key heads than threads all gradients of keys and values exist once more for each part.
     """
     if needs_bias:
         return blocked.backward(grad_out, grad_lse, q, k, v, out, lse, call, needs_bias=True)
     if not q.numel() or not k.numel() or not v.numel():
         dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         return dq, dk, dv, None
-    dtype = lse.dtype
-    query, key, value, outward = (_rows(x.detach(), dtype) for x in (q, k, v, grad_out))
-    delta = (outward * out).sum(-1, dtype=dtype)
-    if grad_lse is not None:
-        delta -= grad_lse
-    gradients = torch.ops.structattn_native.backward(
-        outward,
-        query,
-        key,
-        value,
+    dq, dk, dv = torch.ops.structattn_native.backward(
+        *(_rows(x) for x in (grad_out, q, k, v, out)),
         lse.contiguous(),
-        delta.contiguous(),
+        None if grad_lse is None else grad_lse.contiguous(),
         *_arguments(q, k, v, call),
-        *_terms(q, k, call, dtype),
+        *_terms(q, k, call, lse.dtype),
     )
-    dq, dk, dv = (x.to(like.dtype) for x, like in zip(gradients, (q, k, v), strict=True))
     return dq, dk, dv, None

@@ -25,15 +25,19 @@ _UNFINISHED = ".tmp-native-"
 _LONGEST_S = 3600.0
 _OPTIMIZED = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden")
 # A library for each set of vector instructions, which decide how long a vector is; the widest first.
+_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c")
 INSTRUCTIONS = {
-    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"),
+    "avx512_bf16": (*_AVX512, "-mavx512bf16"),  # products of pairs of bfloat16 numbers
+    "avx512": _AVX512,
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "baseline": (),  # what every CPU of its kind has: SSE2, NEON
 }
 # By their names in /proc/cpuinfo.
+_AVX2 = {"avx2", "fma", "f16c"}
 _NEEDED = {
-    "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx2", "fma", "f16c"},
-    "avx2": {"avx2", "fma", "f16c"},
+    "avx512_bf16": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"} | _AVX2,
+    "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"} | _AVX2,
+    "avx2": _AVX2,
     "baseline": set[str](),
 }
 # The library has the functions that PyTorch's own library exports. Its name is all that the linker is told of

@@ -2,7 +2,7 @@
 // made of.
 #pragma once
 
-#include "vector.h"
+#include "operands.h"
 
 #include <algorithm>
 #include <cstdint>
@@ -17,37 +17,45 @@ constexpr int64_t kGroup = kIsWide ? 8 : 6, kWideRows = 6;
 
 inline int64_t rounded(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
-// c[m][n] = sum over k of a[m am + k ak] b[k ldb + n], added to c where `add`; the last of N vectors has `last` numbers
-// where Partial.
-template <typename T, int M, int N, bool Partial>
-inline void block(int64_t depth, const T* a, int64_t am, int64_t ak, const T* b, int64_t ldb, T* c, int64_t ldc,
-                  bool add, int64_t last) {
-  constexpr int64_t W = Vec<T>::size();
-  Vec<T> sum[M][N];
+// c[m][n] = factor times the sum over k of a[m am + k ak] b[k ldb + n], and of c where `add`; the last of N vectors has
+// `last` numbers where Partial.
+template <typename P, int M, int N, bool Partial>
+inline void block(int64_t depth, const P* a, int64_t am, int64_t ak, const P* b, int64_t ldb, SumOf<P>* c, int64_t ldc,
+                  bool add, SumOf<P> factor, int64_t last) {
+  using V = Vec<SumOf<P>>;
+  constexpr int64_t W = V::size();
+  V sum[M][N];
 #pragma GCC unroll 16
   for (int m = 0; m < M; ++m) {
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) {
       if (!add)
-        sum[m][n] = Vec<T>(0);
+        sum[m][n] = V(SumOf<P>(0));
       else if (Partial && n == N - 1)
-        sum[m][n] = Vec<T>::loadu(c + m * ldc + n * W, last);
+        sum[m][n] = V::loadu(c + m * ldc + n * W, last);
       else
-        sum[m][n] = Vec<T>::loadu(c + m * ldc + n * W);
+        sum[m][n] = V::loadu(c + m * ldc + n * W);
     }
   }
   for (int64_t k = 0; k < depth; ++k) {
-    Vec<T> right[N];
+    Vec<P> right[N];
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) {
-      const T* from = b + k * ldb + n * W;
-      right[n] = Partial && n == N - 1 ? Vec<T>::loadu(from, last) : Vec<T>::loadu(from);
+      const P* from = b + k * ldb + n * W;
+      right[n] = Partial && n == N - 1 ? Vec<P>::loadu(from, last) : Vec<P>::loadu(from);
     }
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
-      const Vec<T> left(a[m * am + k * ak]);
+      const Vec<P> left(a[m * am + k * ak]);
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) sum[m][n] = fmadd(left, right[n], sum[m][n]);
+    }
+  }
+  if (factor != 1) {
+#pragma GCC unroll 16
+    for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) sum[m][n] = sum[m][n] * V(factor);
     }
   }
 #pragma GCC unroll 16
@@ -62,65 +70,67 @@ inline void block(int64_t depth, const T* a, int64_t am, int64_t ak, const T* b,
   }
 }
 
-template <typename T, int M>
-void columns(int64_t cols, int64_t depth, const T* a, int64_t am, int64_t ak, const T* b, int64_t ldb, T* c,
-             int64_t ldc, bool add) {
-  constexpr int64_t W = Vec<T>::size();
+template <typename P, int M>
+void columns(int64_t cols, int64_t depth, const P* a, int64_t am, int64_t ak, const P* b, int64_t ldb, SumOf<P>* c,
+             int64_t ldc, bool add, SumOf<P> factor) {
+  constexpr int64_t W = Vec<SumOf<P>>::size();
   int64_t n = 0;
   if constexpr (kIsWide && M <= kWideRows)
-    for (; n + 4 * W <= cols; n += 4 * W) block<T, M, 4, false>(depth, a, am, ak, b + n, ldb, c + n, ldc, add, W);
-  for (; n + 2 * W <= cols; n += 2 * W) block<T, M, 2, false>(depth, a, am, ak, b + n, ldb, c + n, ldc, add, W);
+    for (; n + 4 * W <= cols; n += 4 * W)
+      block<P, M, 4, false>(depth, a, am, ak, b + n, ldb, c + n, ldc, add, factor, W);
+  for (; n + 2 * W <= cols; n += 2 * W) block<P, M, 2, false>(depth, a, am, ak, b + n, ldb, c + n, ldc, add, factor, W);
   if (n + W <= cols) {
-    block<T, M, 1, false>(depth, a, am, ak, b + n, ldb, c + n, ldc, add, W);
+    block<P, M, 1, false>(depth, a, am, ak, b + n, ldb, c + n, ldc, add, factor, W);
     n += W;
   }
-  if (n < cols) block<T, M, 1, true>(depth, a, am, ak, b + n, ldb, c + n, ldc, add, cols - n);
+  if (n < cols) block<P, M, 1, true>(depth, a, am, ak, b + n, ldb, c + n, ldc, add, factor, cols - n);
 }
 
-// c (rows, cols) = a b, or c + a b: a[m am + k ak] with k < depth, rows of b and c ldb and ldc apart.
-template <typename T>
-void product(int64_t rows, int64_t cols, int64_t depth, const T* a, int64_t am, int64_t ak, const T* b, int64_t ldb,
-             T* c, int64_t ldc, bool add) {
-  constexpr int64_t W = Vec<T>::size();
+// c (rows, cols) = factor times a b, or times c + a b: a[m am + k ak] with k < depth, rows of b and c ldb and ldc
+// apart.
+template <typename P>
+void product(int64_t rows, int64_t cols, int64_t depth, const P* a, int64_t am, int64_t ak, const P* b, int64_t ldb,
+             SumOf<P>* c, int64_t ldc, bool add, SumOf<P> factor = 1) {
+  constexpr int64_t W = Vec<SumOf<P>>::size();
   int64_t m = 0;
   if (cols <= W)  // one vector for each row: with kGroup sums alone, additions would wait for the ones before them
     for (; m + 2 * kGroup <= rows; m += 2 * kGroup) {
       if (cols == W)
-        block<T, 2 * kGroup, 1, false>(depth, a + m * am, am, ak, b, ldb, c + m * ldc, ldc, add, W);
+        block<P, 2 * kGroup, 1, false>(depth, a + m * am, am, ak, b, ldb, c + m * ldc, ldc, add, factor, W);
       else
-        block<T, 2 * kGroup, 1, true>(depth, a + m * am, am, ak, b, ldb, c + m * ldc, ldc, add, cols);
+        block<P, 2 * kGroup, 1, true>(depth, a + m * am, am, ak, b, ldb, c + m * ldc, ldc, add, factor, cols);
     }
   const int64_t most = kIsWide && cols >= 4 * W ? kWideRows : kGroup;
   while (m < rows) {
     const int64_t left = rows - m, some = left > most && left < 2 * most
                                               ? (left + 1) / 2
                                               : std::min(left, most);  // 10 are 5 and 5, not 8 and 2
-    const T* from = a + m * am;
-    T* to = c + m * ldc;
+    const P* from = a + m * am;
+    SumOf<P>* to = c + m * ldc;
     switch (some) {
       case 1:
-        columns<T, 1>(cols, depth, from, am, ak, b, ldb, to, ldc, add);
+        columns<P, 1>(cols, depth, from, am, ak, b, ldb, to, ldc, add, factor);
         break;
       case 2:
-        columns<T, 2>(cols, depth, from, am, ak, b, ldb, to, ldc, add);
+        columns<P, 2>(cols, depth, from, am, ak, b, ldb, to, ldc, add, factor);
         break;
       case 3:
-        columns<T, 3>(cols, depth, from, am, ak, b, ldb, to, ldc, add);
+        columns<P, 3>(cols, depth, from, am, ak, b, ldb, to, ldc, add, factor);
         break;
       case 4:
-        columns<T, 4>(cols, depth, from, am, ak, b, ldb, to, ldc, add);
+        columns<P, 4>(cols, depth, from, am, ak, b, ldb, to, ldc, add, factor);
         break;
       case 5:
-        columns<T, 5>(cols, depth, from, am, ak, b, ldb, to, ldc, add);
+        columns<P, 5>(cols, depth, from, am, ak, b, ldb, to, ldc, add, factor);
         break;
       case 6:
-        columns<T, 6>(cols, depth, from, am, ak, b, ldb, to, ldc, add);
+        columns<P, 6>(cols, depth, from, am, ak, b, ldb, to, ldc, add, factor);
         break;
       case 7:
-        columns<T, 7>(cols, depth, from, am, ak, b, ldb, to, ldc, add);
+        columns<P, 7>(cols, depth, from, am, ak, b, ldb, to, ldc, add, factor);
         break;
       default:
-        columns<T, kGroup>(cols, depth, from, am, ak, b, ldb, to, ldc, add);
+        columns<P, kGroup>(cols, depth, from, am, ak, b, ldb, to, ldc, add, factor);
     }
     m += some;
   }

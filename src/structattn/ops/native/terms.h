@@ -42,7 +42,8 @@ class Terms {
 
   // Scores of the rows of a tile, whose first query is `first`. `slope`, where it is given, becomes the derivative of
   // the soft cap.
-  void add(const Span& span, int64_t head, int64_t first, int64_t rows, const Tile<T>& tile, T* score, T* slope) const {
+  template <typename P>
+  void add(const Span& span, int64_t head, int64_t first, int64_t rows, const Tile<P>& tile, T* score, T* slope) const {
     using V = Vec<T>;
     constexpr int64_t W = V::size();
     if (is_empty()) return;

@@ -23,38 +23,64 @@ struct Span {
   int64_t row, query, key, num_queries, num_keys, position;
 };
 
-// What all tiles of a call share. Slices of level l: dims[l] ... dims[l + 1] of the keys, value_dims[l] ... of the
-// values.
+// The slices of the levels of keys or values: level l has the numbers numbers[l] ... numbers[l + 1], and begins with an
+// operand of its own.
 template <typename T>
+struct Slices {
+  std::vector<int64_t> numbers{0}, operands{0};
+  std::vector<T> factors;  // of the products of each level
+
+  int64_t size() const { return numbers.back(); }
+  int64_t depth() const { return operands.back(); }
+  void add(int64_t rank, int64_t operand, T factor) {
+    numbers.push_back(size() + rank);
+    operands.push_back(depth() + (rank + operand - 1) / operand);
+    factors.push_back(factor);
+  }
+};
+
+// Rows of x as pairs, (rows, depth): the slice of each level begins with a pair, its last one may have a 0.
+inline void pad(const BFloat16* x, int64_t stride, int64_t rows, const Slices<float>& slices, Pair* out) {
+  const int64_t levels = static_cast<int64_t>(slices.factors.size());
+  for (int64_t i = 0; i < rows; ++i, x += stride) {
+    for (int64_t l = 0; l < levels; ++l) {
+      const int64_t begin = slices.numbers[l], count = slices.numbers[l + 1] - begin;
+      Pair* const to = out + i * slices.depth() + slices.operands[l];
+      if (count % 2 != 0) to[count / 2] = Pair();
+      std::memcpy(static_cast<void*>(to), x + begin, count * sizeof(BFloat16));
+    }
+  }
+}
+
+// What all tiles of a call share. Queries are multiplied by the factors of the levels before they are numbers of a
+// product; as halves of pairs they would be rounded, and the products are multiplied.
+template <typename P>
 struct Layout {
+  using T = SumOf<P>;
+
   int64_t levels;
-  std::vector<int64_t> dims, value_dims;
+  Slices<T> keys, values;
   std::vector<T> per_dim, per_count;  // the factor of the level of each dimension of the keys; of each number of levels
   bool has_sinks;                     // sink tokens, whose pairs share all levels: an entry more after the levels
   const int32_t *low, *high;          // (levels, positions): the keys of each level, for every position of a query
   int64_t first_position, num_positions;
-  bool is_narrow = false;  // a slice may be added transposed, see Tile::add_to_columns
 
-  int64_t dim() const { return dims.back(); }
-  int64_t value_dim() const { return value_dims.back(); }
+  int64_t dim() const { return keys.size(); }
+  int64_t value_dim() const { return values.size(); }
 
   Layout(const std::vector<int64_t>& ranks, const std::vector<int64_t>& value_ranks, const std::vector<double>& a,
          const std::vector<double>& c, const Tensor& intervals, int64_t first)
       : levels(static_cast<int64_t>(ranks.size())),
-        dims{0},
-        value_dims{0},
         has_sinks(intervals.size(1) > levels),
         first_position(first),
         num_positions(intervals.size(2)) {
     low = intervals.const_data_ptr<int32_t>();
     high = low + intervals.size(1) * num_positions;
     for (int64_t l = 0; l < levels; ++l) {
-      dims.push_back(dims.back() + ranks[l]);
-      value_dims.push_back(value_dims.back() + value_ranks[l]);
+      keys.add(ranks[l], kDepth<P>, kIsPair<P> ? static_cast<T>(a[l]) : T(1));
+      values.add(value_ranks[l], kDepth<P>, 1);
       per_dim.insert(per_dim.end(), ranks[l], static_cast<T>(a[l]));
       per_count.push_back(static_cast<T>(c[l]));
-      for (const int64_t size : {ranks[l], value_ranks[l]})
-        is_narrow = is_narrow || (size > 0 && size < 2 * Vec<T>::size());
     }
   }
 };
@@ -100,6 +126,60 @@ inline Interval keep(Interval own, T hidden, T* row) {
   return whole;
 }
 
+// The numbers of a tile as left sides of products: over its columns, (rows, kCols / kDepth), and over its rows,
+// (rows / kDepth, kCols). Those of whole numbers are one; of pairs one may be missing.
+template <typename P>
+struct Sides {
+  P *over_columns, *over_rows;
+};
+
+#if defined(__AVX512BF16__)
+// The columns from c on that an interval holds, as bits; at most as many as there are bits.
+inline uint32_t bits_of(Interval own, int32_t c, int32_t count) {
+  const auto below = [&](int32_t end) {
+    return end - c >= count ? ~uint32_t{0} >> (32 - count) : end > c ? (uint32_t{1} << (end - c)) - 1 : uint32_t{0};
+  };
+  return own.is_empty() ? 0 : below(own.high) & ~below(own.low);
+}
+
+// Keeps the columns of an interval in a row of a tile of pairs over its columns; all others become 0.
+inline void keep_pairs(Interval own, Pair* row) {
+  for (int32_t c = 0; c < kCols; c += 32) {
+    Pair* const x = row + c / 2;
+    _mm512_storeu_si512(x, _mm512_maskz_loadu_epi16(bits_of(own, c, 32), x));
+  }
+}
+
+// The same of two rows, as pairs over the rows.
+inline void keep_rows(Interval even, Interval odd, Pair* row) {
+  for (int32_t c = 0; c < kCols; c += 16) {
+    const __m512i x = _mm512_loadu_si512(row + c);
+    const __m512i low = _mm512_maskz_and_epi32(bits_of(even, c, 16), x, _mm512_set1_epi32(0xffff));
+    const __m512i high = _mm512_maskz_andnot_epi32(bits_of(odd, c, 16), _mm512_set1_epi32(0xffff), x);
+    _mm512_storeu_si512(row + c, _mm512_or_si512(low, high));
+  }
+}
+
+// Rounds the rows of a tile to the sides that are there.
+inline void to_pairs(const float* x, int64_t rows, Sides<Pair> out) {
+  const auto rounded = [](__m512 low, __m512 high) {
+    return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
+  };
+  const __m512i alternate = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                                             21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  if (out.over_columns != nullptr)
+    for (int64_t n = 0; n < rows * kCols; n += 32)
+      _mm512_storeu_si512(out.over_columns + n / 2, rounded(_mm512_loadu_ps(x + n), _mm512_loadu_ps(x + n + 16)));
+  if (out.over_rows == nullptr) return;
+  for (int64_t i = 0; i < rows; i += 2, out.over_rows += kCols)
+    for (int64_t c = 0; c < kCols; c += 16) {
+      const float* row = x + i * kCols + c;
+      const __m512 odd = i + 1 < rows ? _mm512_loadu_ps(row + kCols) : _mm512_setzero_ps();
+      _mm512_storeu_si512(out.over_rows + c, _mm512_permutexvar_epi16(alternate, rounded(_mm512_loadu_ps(row), odd)));
+    }
+}
+#endif
+
 // x = x times `before` in the columns of an interval, plus `factor` times y where it is given.
 template <typename T>
 inline void add_scaled(Interval own, T before, T factor, const T* y, T* x) {
@@ -118,9 +198,11 @@ inline void add_scaled(Interval own, T before, T factor, const T* y, T* x) {
 //
 // All pairs share `all` levels; where `all` is 0, some are hidden. Some pairs share more, in steps: levels that the
 // same pairs share.
-template <typename T>
+template <typename P>
 class Tile {
  public:
+  using T = SumOf<P>;
+
   int64_t from, cols, all;
 
   Tile(int64_t rows, int64_t first, int64_t last, int64_t all_share)
@@ -147,21 +229,18 @@ class Tile {
       return;
     }
     steps_.push_back({level, level + 1});
-    const int64_t noted = static_cast<int64_t>(column_groups_.size()), stripped = static_cast<int64_t>(strips_.size());
-    const Interval none{static_cast<int32_t>(rows_), 0};
-    column_groups_.resize(noted + num_groups(cols), none);
-    strips_.resize(stripped + num_strips(), none);
+    const int64_t stripped = static_cast<int64_t>(strips_.size());
+    strips_.resize(stripped + num_strips(), Interval{static_cast<int32_t>(rows_), 0});
     for (int64_t m = 0; m < rows_; m += kGroup) {
       Interval of_group{static_cast<int32_t>(cols), 0};
       for (int64_t i = m; i < std::min(m + kGroup, rows_); ++i) {
         const Interval own = interval(num_steps() - 1, i);
         if (own.is_empty()) continue;
         of_group = {std::min(of_group.low, own.low), std::max(of_group.high, own.high)};
-        const auto add = [&](Interval& rows) {
+        for (int64_t n = own.low / kStrip; n <= (own.high - 1) / kStrip; ++n) {
+          Interval& rows = strips_[stripped + n];
           rows = {std::min(rows.low, static_cast<int32_t>(i)), static_cast<int32_t>(i + 1)};
-        };
-        for (int64_t n = own.low / kGroup; n <= (own.high - 1) / kGroup; ++n) add(column_groups_[noted + n]);
-        for (int64_t n = own.low / kStrip; n <= (own.high - 1) / kStrip; ++n) add(strips_[stripped + n]);
+        }
       }
       if (of_group.is_empty()) of_group = {0, 0};
       groups_.push_back({static_cast<int32_t>(of_group.low / W * W), static_cast<int32_t>(rounded(of_group.high, W))});
@@ -174,32 +253,29 @@ class Tile {
     return keep<T>(all > 0 ? Interval{0, static_cast<int32_t>(cols)} : interval(0, i), hidden, row);
   }
 
-  // Products of rows a (stride lda) and columns of b (dims, kCols), in the dimensions that each pair has; `ends` are
-  // the slices of the levels. Levels that are added are scaled by `factors`, with what was there before; that of
-  // `base()` is in a.
-  void products(const std::vector<int64_t>& ends, const T* factors, const T* a, int64_t lda, const T* b, T* out) const {
+  // Products of rows a (stride lda) and columns of b (depth, kCols), in the slices of the levels that each pair has,
+  // times `factors` of the number of these levels, where they are given.
+  void products(const Slices<T>& slices, const T* factors, const P* a, int64_t lda, const P* b, T* out) const {
+    const T factor = factors == nullptr ? T(1) : factors[base()];
     if (all > 0) {
-      product<T>(rows_, rounded(cols, Vec<T>::size()), ends[all], a, lda, 1, b, kCols, out, kCols, false);
+      sliced(slices, 0, all, rows_, rounded(cols, Vec<T>::size()), factor, a, lda, b, out);
     } else {
       groups(0, [&](int64_t m, int64_t some, Interval c) {
-        product<T>(some, c.high - c.low, ends[base() + 1], a + m * lda, lda, 1, b + c.low, kCols,
-                   out + m * kCols + c.low, kCols, false);
+        sliced(slices, 0, base() + 1, some, c.high - c.low, factor, a + m * lda, lda, b + c.low,
+               out + m * kCols + c.low);
       });
     }
-    T found[kGroup * kCols];
+    T added[kGroup * kCols];
     for (int64_t step = first_added(); step < num_steps(); ++step) {
       const auto [first, last] = steps_[step];
-      const int64_t begin = ends[first], depth = ends[last] - begin;
-      // a has the factor of `base()` in it.
+      const bool is_empty = slices.numbers[first] == slices.numbers[last];
       const T before = factors == nullptr ? T(1) : ratio(factors, last - 1, first - 1);
-      const T factor = factors == nullptr ? T(1) : ratio(factors, last - 1, base());
-      if (depth == 0 && before == 1) continue;
+      const T after = factors == nullptr ? T(1) : factors[last - 1];
+      if (is_empty && before == 1) continue;
       groups(step, [&](int64_t m, int64_t some, Interval c) {
-        if (depth > 0)
-          product<T>(some, c.high - c.low, depth, a + m * lda + begin, lda, 1, b + begin * kCols + c.low, kCols,
-                     found + c.low, kCols, false);
+        if (!is_empty) sliced(slices, first, last, some, c.high - c.low, 1, a + m * lda, lda, b + c.low, added + c.low);
         for (int64_t i = 0; i < some; ++i)
-          add_scaled<T>(interval(step, m + i), before, factor, depth > 0 ? found + i * kCols : nullptr,
+          add_scaled<T>(interval(step, m + i), before, after, is_empty ? nullptr : added + i * kCols,
                         out + (m + i) * kCols);
       });
     }
@@ -217,62 +293,76 @@ class Tile {
   // Calls f(step, first dimension, dimensions) for the slices of the levels that pairs share, those of `base()` and
   // before as one, whose step is kAll where all pairs share them; x is 0 then where they do not share the levels.
   template <typename F>
-  void walk(const std::vector<int64_t>& ends, T* x, const F& f) const {
+  void walk(const std::vector<int64_t>& ends, const Sides<P>& x, const F& f) const {
     f(first_added() - 1, 0, ends[base() + 1]);
     for (int64_t step = first_added(); step < num_steps(); ++step) {
       const int64_t begin = ends[steps_[step].first], count = ends[steps_[step].last] - begin;
       if (count == 0) continue;
-      for (int64_t i = 0; i < rows_; ++i) keep<T>(interval(step, i), 0, x + i * kCols);
+      keep_step(step, x);
       f(step, begin, count);
     }
   }
 
-  // c (rows, size) += x b, with x as `walk` has it at a step.
-  void add_to_rows(int64_t step, const T* x, const T* b, int64_t ldb, int64_t size, T* c, int64_t ldc) const {
+  // c (rows, size) += x b, with x as `walk` has it at a step, and b (columns / kDepth, size).
+  void add_to_rows(int64_t step, const Sides<P>& x, const P* b, int64_t ldb, int64_t size, T* c, int64_t ldc) const {
+    constexpr int64_t kWidth = kCols / kDepth<P>;
     if (step == kAll) {
-      product<T>(rows_, size, cols, x, kCols, 1, b, ldb, c, ldc, true);
+      product<P>(rows_, size, operands(cols), x.over_columns, kWidth, 1, b, ldb, c, ldc, true);
       return;
     }
     groups(step, [&](int64_t m, int64_t some, Interval of) {
-      product<T>(some, size, std::min<int64_t>(of.high, cols) - of.low, x + m * kCols + of.low, kCols, 1,
-                 b + of.low * ldb, ldb, c + m * ldc, ldc, true);
+      const int64_t low = of.low / kDepth<P>;
+      product<P>(some, size, operands(std::min<int64_t>(of.high, cols)) - low, x.over_columns + m * kWidth + low,
+                 kWidth, 1, b + low * ldb, ldb, c + m * ldc, ldc, true);
     });
   }
 
-  // c (columns, size) += x^T b, with x as `walk` has it at a step; or, where vectors of few dimensions would be nearly
-  // empty, its transpose c_t (size, kCols), in which the columns fill them.
-  void add_to_columns(int64_t step, const T* x, const T* b, int64_t ldb, int64_t size, T* c, int64_t ldc,
-                      T* c_t) const {
-    if (size < (step == kAll ? 2 : 1) * Vec<T>::size()) {
-      add_to_columns_t(step, x, b, ldb, size, c_t);
-      return;
-    }
-    if (step == kAll) {
-      product<T>(cols, size, rows_, x, 1, kCols, b, ldb, c, ldc, true);
-      return;
-    }
-    const Interval* rows = column_groups_.data() + step * num_groups(cols);
-    for (int64_t n = 0; n < cols; n += kGroup, ++rows)
-      if (!rows->is_empty())
-        product<T>(std::min(kGroup, cols - n), size, rows->high - rows->low, x + rows->low * kCols + n, 1, kCols,
-                   b + rows->low * ldb, ldb, c + n * ldc, ldc, true);
-  }
-
- private:
-  void add_to_columns_t(int64_t step, const T* x, const T* b, int64_t ldb, int64_t size, T* c_t) const {
+  // c (size, kCols) += b^T x, with x as `walk` has it at a step, and b (rows / kDepth, size). Its rows are dimensions:
+  // the columns fill vectors, however few dimensions there are.
+  void add_to_columns(int64_t step, const Sides<P>& x, const P* b, int64_t ldb, int64_t size, T* c) const {
     constexpr int64_t W = Vec<T>::size();
     static_assert(kStrip % W == 0 && kCols % kStrip == 0);
     if (step == kAll) {
-      product<T>(size, rounded(cols, W), rows_, b, 1, ldb, x, kCols, c_t, kCols, true);
+      product<P>(size, rounded(cols, W), operands(rows_), b, 1, ldb, x.over_rows, kCols, c, kCols, true);
       return;
     }
     const Interval* rows = strips_.data() + step * num_strips();
-    for (int64_t n = 0; n < cols; n += kStrip, ++rows)
-      if (!rows->is_empty())
-        product<T>(size, std::min(kStrip, rounded(cols - n, W)), rows->high - rows->low, b + rows->low * ldb, 1, ldb,
-                   x + rows->low * kCols + n, kCols, c_t + n, kCols, true);
+    for (int64_t n = 0; n < cols; n += kStrip, ++rows) {
+      if (rows->is_empty()) continue;
+      const int64_t low = rows->low / kDepth<P>;
+      product<P>(size, std::min(kStrip, rounded(cols - n, W)), operands(rows->high) - low, b + low * ldb, 1, ldb,
+                 x.over_rows + low * kCols + n, kCols, c + n, kCols, true);
+    }
   }
 
+ private:
+  // out = factor times the products of some levels. Levels with the same factor are one product.
+  static void sliced(const Slices<T>& slices, int64_t first, int64_t last, int64_t rows, int64_t cols, T factor,
+                     const P* a, int64_t lda, const P* b, T* out) {
+    for (int64_t level = first, end = first; level < last; level = end) {
+      const T own = slices.factors[level];
+      while (end < last && slices.factors[end] == own) ++end;
+      const int64_t begin = slices.operands[level];
+      product<P>(rows, cols, slices.operands[end] - begin, a + begin, lda, 1, b + begin * kCols, kCols, out, kCols,
+                 level > first, end < last ? own / slices.factors[end] : own * factor);
+    }
+  }
+
+  void keep_step(int64_t step, const Sides<P>& x) const {
+#if defined(__AVX512BF16__)
+    if constexpr (kIsPair<P>) {
+      for (int64_t i = 0; i < rows_ && x.over_columns != nullptr; ++i)
+        keep_pairs(interval(step, i), x.over_columns + i * kCols / 2);
+      for (int64_t i = 0; i < rows_ && x.over_rows != nullptr; i += 2)
+        keep_rows(interval(step, i), i + 1 < rows_ ? interval(step, i + 1) : Interval(), x.over_rows + i / 2 * kCols);
+      return;
+    }
+#endif
+    if constexpr (!kIsPair<P>)
+      for (int64_t i = 0; i < rows_; ++i) keep<T>(interval(step, i), 0, x.over_rows + i * kCols);
+  }
+
+  static int64_t operands(int64_t numbers) { return (numbers + kDepth<P> - 1) / kDepth<P>; }
   static int64_t num_groups(int64_t n) { return (n + kGroup - 1) / kGroup; }
   int64_t num_strips() const { return (cols + kStrip - 1) / kStrip; }
 
@@ -303,27 +393,27 @@ class Tile {
 
   int64_t rows_;
   std::vector<Step> steps_;
-  std::vector<Interval> intervals_, groups_;      // of each step
-  std::vector<Interval> column_groups_, strips_;  // the rows that any of some columns shares each step with
+  std::vector<Interval> intervals_, groups_;  // of each step
+  std::vector<Interval> strips_;              // the rows that any of kStrip columns shares each step with
 };
 
 // The tiles of some queries, with all keys that they see. Those of a few positions are kept: other heads and sequences
 // ask for them again.
-template <typename T>
+template <typename P>
 class Tiles {
  public:
-  explicit Tiles(const Layout<T>& layout)
+  explicit Tiles(const Layout<P>& layout)
       : layout_(layout), low_((layout.levels + 1) * kRows), high_((layout.levels + 1) * kRows) {}
 
   // Valid until the next call.
-  const std::vector<Tile<T>>& of(const Span& span, int64_t first, int64_t rows) {
+  const std::vector<Tile<P>>& of(const Span& span, int64_t first, int64_t rows) {
     const int64_t start = span.position + first - layout_.first_position;
     const Key key{start, rows, span.num_keys};
     if (const auto found = known_.find(key); found != known_.end()) return found->second;
     if (key == last_key_) return last_;
     const bool is_kept = known_.size() < kKnown;
     if (!is_kept) last_key_ = key;
-    std::vector<Tile<T>>& tiles = is_kept ? known_[key] : last_;
+    std::vector<Tile<P>>& tiles = is_kept ? known_[key] : last_;
     tiles.clear();
     struct Ends {
       int64_t least_low, most_low, least_high, most_high;
@@ -366,31 +456,51 @@ class Tiles {
   using Key = std::tuple<int64_t, int64_t, int64_t>;  // first position, number of queries, number of keys
   static constexpr size_t kKnown = 64;                // 4,096 positions
 
-  const Layout<T>& layout_;
+  const Layout<P>& layout_;
   std::vector<int64_t> low_, high_;
-  std::map<Key, std::vector<Tile<T>>> known_;  // of the first positions that were asked for
+  std::map<Key, std::vector<Tile<P>>> known_;  // of the first positions that were asked for
   Key last_key_{-1, -1, -1};
-  std::vector<Tile<T>> last_;  // of the last one that is not among them
+  std::vector<Tile<P>> last_;  // of the last one that is not among them
 };
 
-// x (count, dim), its rows `stride` apart, transposed by tiles of kCols rows: (tiles, dim, kCols), zero beyond the
+// x (count, size), its rows `stride` apart, transposed by tiles of kCols rows: (tiles, depth, kCols), zero beyond the
 // last.
-template <typename T>
-void pack(const T* x, int64_t stride, int64_t count, int64_t dim, T* out) {
+template <typename I>
+void pack(const I* x, int64_t stride, int64_t count, const Slices<SumOf<Operand<I>>>& slices, PackedAs<I>* out) {
+  using T = SumOf<Operand<I>>;
   constexpr int64_t S = kSquare<T>;
-  for (int64_t first = 0; first < count; first += kCols, out += dim * kCols) {
+  const int64_t depth = slices.depth();
+  std::vector<PackedAs<I>> row(kIsPair<Operand<I>> ? S * depth : 0);
+  for (int64_t first = 0; first < count; first += kCols, out += depth * kCols) {
     const int64_t rows = std::min(kCols, count - first);
-    if (rows < kCols) std::fill(out, out + dim * kCols, T(0));
-    for (int64_t d = 0; d < dim; d += S)
-      for (int64_t j = 0; j < rows; j += S)
-        transpose<T>(x + (first + j) * stride + d, stride, std::min(S, rows - j), std::min(S, dim - d),
-                     out + d * kCols + j, kCols);
+    if (rows < kCols) std::fill(out, out + depth * kCols, PackedAs<I>());
+    for (int64_t j = 0; j < rows; j += S) {
+      const I* const from = x + (first + j) * stride;
+      const int64_t some = std::min(S, rows - j);
+      if constexpr (kIsPair<Operand<I>>) pad(from, stride, some, slices, row.data());
+      for (int64_t d = 0; d < depth; d += S) {
+        const int64_t dims = std::min(S, depth - d);
+        PackedAs<I>* const to = out + d * kCols + j;
+        if constexpr (kIsPair<Operand<I>>) {  // a pair has the size of a float
+          transpose<float>(reinterpret_cast<const float*>(row.data() + d), depth, some, dims,
+                           reinterpret_cast<float*>(to), kCols);
+        } else if constexpr (std::is_same_v<I, T>) {
+          transpose<T>(from + d, stride, some, dims, to, kCols);
+        } else {
+          T square[S * S], transposed[S * S];
+          for (int64_t n = 0; n < some; ++n) converted<T, I, T>(from + n * stride + d, nullptr, dims, square + n * S);
+          transpose<T>(square, S, some, dims, transposed, S);
+          for (int64_t n = 0; n < dims; ++n) converted<T, T, I>(transposed + n * S, nullptr, some, to + n * kCols);
+        }
+      }
+    }
   }
 }
 
-// Adds what `pack` would make of count rows to such rows: out (count, dim), its rows `stride` apart.
-template <typename T>
-void add_unpacked(const T* x, int64_t count, int64_t dim, T* out, int64_t stride) {
+// out (count, dim), its rows `stride` apart, = what `pack` would make of them, times the factor of each dimension where
+// these are given.
+template <typename T, typename O>
+void unpack(const T* x, int64_t count, int64_t dim, const T* factors, O* out, int64_t stride) {
   constexpr int64_t S = kSquare<T>;
   for (int64_t first = 0; first < count; first += kCols, x += dim * kCols) {
     const int64_t rows = std::min(kCols, count - first);
@@ -400,7 +510,8 @@ void add_unpacked(const T* x, int64_t count, int64_t dim, T* out, int64_t stride
         T square[S * S];
         transpose<T>(x + d * kCols + j, kCols, dims, some, square, S);
         for (int64_t n = 0; n < some; ++n)
-          for (int64_t i = 0; i < dims; ++i) out[(first + j + n) * stride + d + i] += square[n * S + i];
+          converted<T, T, O>(square + n * S, factors == nullptr ? nullptr : factors + d, dims,
+                             out + (first + j + n) * stride + d);
       }
     }
   }

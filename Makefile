@@ -12,7 +12,7 @@ COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '$(SELDOM)|/transformers/mode
 # processes that tests start.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
-.PHONY: demo shrink test test-full test-more test-matrix coverage lint docs dist clean
+.PHONY: demo shrink test test-full test-more test-matrix coverage lint docs dist kernels clean
 
 demo: $(VENV)/.installed-train
 	$(BIN)/structattn compare nearest-neighbor --preset demo
@@ -51,6 +51,10 @@ docs: $(VENV)/.installed-docs
 # Sdists and wheels of the three packages, in dist/, checked: pip install --find-links dist structattn
 dist: $(VENV)/.installed-dist
 	$(BIN)/python packaging/build.py
+
+# A folder that Hugging Face's `kernels` loads, build/kernels.
+kernels: $(BIN)/python
+	$(BIN)/python packaging/kernels.py
 
 # What dist made, in an environment of its own for each combination of Python, PyTorch and transformers.
 test-matrix: dist

@@ -1,4 +1,4 @@
-"""A bill of materials (CycloneDX 1.7) for a wheel, put into it as PEP 770 says: `.dist-info/sboms/NAME.cdx.json`.
+"""A bill of materials (CycloneDX 1.7) for a wheel, put where PEP 770 says: `.dist-info/sboms/NAME.cdx.json`.
 
 It says what is in the wheel beside the Python code, which is all ours: compiled libraries, with their
 SHA-256, their compiler and the system libraries that they need, and data of others, with their licenses. And
@@ -33,7 +33,7 @@ from packageurl import PackageURL
 from packaging.requirements import Requirement
 
 OURS = ("", ".cpp", ".h", ".j2", ".json", ".md", ".py", ".typed")  # by suffix; what else is in a wheel is listed below
-# What others have written: its license, and where it comes from. lab/src/structattn_lab/data/files/README.md has more.
+# What others have written: its license, and where it comes from; the README in that folder has more.
 _DATA = "structattn_lab/data/files"
 _ETT, _PEPS = "https://github.com/zhouhaoyi/ETDataset", "https://github.com/python/peps"
 OF_OTHERS = {

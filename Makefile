@@ -56,9 +56,9 @@ dist: $(VENV)/.installed-dist
 kernels: $(BIN)/python
 	$(BIN)/python packaging/kernels.py
 
-# What dist made, in an environment of its own for each combination of Python, PyTorch and transformers.
+# What dist made, in an environment of its own for each combination of Python, PyTorch and transformers: `make test-matrix CELLS=oldest`.
 test-matrix: dist
-	$(BIN)/python packaging/matrix.py
+	$(BIN)/python packaging/matrix.py $(CELLS)
 
 # Debian ships python3 without ensurepip unless python3-venv is installed: then pip installs itself from outside.
 $(BIN)/python:

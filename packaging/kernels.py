@@ -67,9 +67,9 @@ Softmax attention with a structured score. Made by `make kernels` of structattn 
 from pathlib import Path
 from kernels import get_local_kernel
 
-structattn = get_local_kernel(Path("."))
-layout = structattn.LevelLayout(ranks=(32, 16, 8, 8), block_sizes=(1024, 512, 256, 128))
-out = structattn.structured_attention(q, k, v, layout)  # q (B, H, T, 64), k and v (B, G, S, 64)
+sa = get_local_kernel(Path("."))
+layout = sa.LevelLayout(ranks=(32, 16, 8, 8), block_sizes=(1024, 512, 256, 128))
+out = sa.structured_attention(q, k, v, layout)  # q (B, H, T, 64), k and v (B, G, S, 64)
 ```
 
 Names: {names}. `LevelCache` needs the package safetensors.

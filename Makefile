@@ -12,7 +12,7 @@ COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '$(SELDOM)|/transformers/mode
 # processes that tests start.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
-.PHONY: demo shrink test test-full test-more test-matrix coverage lint docs dist clean
+.PHONY: demo shrink test test-full test-more test-matrix coverage lint docs newest dist kernels clean
 
 demo: $(VENV)/.installed-train
 	$(BIN)/structattn compare nearest-neighbor --preset demo
@@ -52,9 +52,17 @@ docs: $(VENV)/.installed-docs
 dist: $(VENV)/.installed-dist
 	$(BIN)/python packaging/build.py
 
-# What dist made, in an environment of its own for each combination of Python, PyTorch and transformers.
+# A folder that Hugging Face's `kernels` loads, build/kernels.
+kernels: $(BIN)/python
+	$(BIN)/python packaging/kernels.py
+
+# What dist made, in an environment of its own for each combination of Python, PyTorch and transformers: `make test-matrix CELLS=oldest`.
 test-matrix: dist
-	$(BIN)/python packaging/matrix.py
+	$(BIN)/python packaging/matrix.py $(CELLS)
+
+# The tests with the newest release of every package, whatever constraints.txt allows, and what breaks.
+newest: $(BIN)/python
+	$(BIN)/python packaging/newest.py
 
 # Debian ships python3 without ensurepip unless python3-venv is installed: then pip installs itself from outside.
 $(BIN)/python:

@@ -1,5 +1,5 @@
 """Builds what `make dist` offers, and checks it: sdists and wheels of structattn, structattn-lab and
-structattn-native, in dist/.
+structattn-native, in dist/; each wheel with a bill of materials (sbom.py).
 
 Each wheel is built from its sdist. The same sources, compiler and SOURCE_DATE_EPOCH, by default the time of
 the last commit, make the same bytes.
@@ -18,6 +18,8 @@ import sys
 import tarfile
 import tempfile
 from pathlib import Path
+
+from sbom import add_bill
 
 ROOT = Path(__file__).parent.parent
 PROJECTS = (".", "lab", "native")
@@ -82,7 +84,7 @@ def build_wheel(sdist: Path, out: Path, folder: Path) -> Path:
     return out / run(sys.executable, "-c", program, str(out), cwd=project).splitlines()[-1]
 
 
-def repair(wheel: Path) -> None:
+def repair(wheel: Path) -> Path:
     """Names the wheel for all machines with a C library that it can run with, or ends where it needs more
     than it should. PyTorch's own library is the user's.
     """
@@ -91,6 +93,7 @@ def repair(wheel: Path) -> None:
     wheel.unlink()
     if not repaired.name.endswith(f"-py3-none-{WHEEL}.whl"):
         sys.exit(f"the wheel is {repaired.name} and should be for {WHEEL}: it calls newer functions of the C library")
+    return repaired
 
 
 def main(out: Path) -> None:
@@ -107,7 +110,8 @@ def main(out: Path) -> None:
             sdist = build_sdist(sources / project, out, epoch)
             wheel = build_wheel(sdist, out, Path(name) / "unpacked")
             if wheel.name.endswith("-linux_x86_64.whl"):
-                repair(wheel)
+                wheel = repair(wheel)
+            add_bill(wheel, epoch)
     files = sorted(out.iterdir())
     run("twine", "check", "--strict", *map(str, files))
     run("check-wheel-contents", *(str(path) for path in files if path.suffix == ".whl"))

@@ -1,6 +1,8 @@
 """What `make dist` makes: sdists have what their pages need, and wheels are the same bytes each time."""
 
+import hashlib
 import importlib.util
+import json
 import os
 import platform
 import re
@@ -23,7 +25,7 @@ found, expected = (sa.structured_attention(q, q, q, layout, backend=name) for na
 torch.testing.assert_close(found, expected)
 print(sa.__file__, sa.ops.build_native())
 """
-TOOLS = ("auditwheel", "check_wheel_contents", "twine")
+TOOLS = ("auditwheel", "check_wheel_contents", "cyclonedx", "twine")
 can_build = pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "c++")) is None
     or (sys.platform, platform.machine()) != ("linux", "x86_64")
@@ -67,6 +69,9 @@ def test_sources_become_the_same_bytes_and_wheels_that_run(tmp_path: Path) -> No
         r"structattn-native==0\.2\.0\.dev0; sys_platform == .linux. and platform_machine == .x86_64.", required[0]
     )
 
+    libraries = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in libraries}
+    check_bills(dist, {f"structattn_native/{name}": digest for name, digest in libraries.items()})
+
     site = tmp_path / "site"
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(site)]
     subprocess.run([*command, str(wheel), str(native)], check=True)
@@ -74,6 +79,32 @@ def test_sources_become_the_same_bytes_and_wheels_that_run(tmp_path: Path) -> No
     done = subprocess.run([sys.executable, "-c", CALL], env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert all(path.startswith(str(site)) for path in done.stdout.split())
+
+
+def check_bills(dist: Path, libraries: dict[str, str]) -> None:
+    """Each wheel has its bill of materials: the files that are not Python code, with their SHA-256, and the
+    packages that it needs.
+    """
+    bills = {}
+    for wheel in dist.glob("*.whl"):
+        with zipfile.ZipFile(wheel) as archive:
+            [name] = [name for name in archive.namelist() if "/sboms/" in name]
+            bills[wheel.name.partition("-")[0]] = json.loads(archive.read(name))
+            record = archive.read(f"{name.partition('/')[0]}/RECORD").decode().splitlines()
+        assert {line.partition(",")[0] for line in record} == set(zipfile.ZipFile(wheel).namelist())
+    inside, outside = {}, {}
+    for name, bill in bills.items():
+        assert bill["metadata"]["component"]["licenses"] == [{"expression": "Apache-2.0"}]
+        parts = bill["components"]
+        inside[name] = {part["name"]: part["hashes"][0]["content"] for part in parts if not part.get("isExternal")}
+        outside[name] = {part["name"] for part in parts if part.get("scope") == "required"}
+    assert inside["structattn"] == {}
+    assert outside["structattn"] == {"torch", "numpy", "safetensors", "structattn-native"}
+    data = [ROOT / "lab" / "src" / "structattn_lab" / "data" / "files" / name for name in ("ETTh1.csv", "peps.txt")]
+    digests = {str(path.relative_to(ROOT / "lab/src")): hashlib.sha256(path.read_bytes()).hexdigest() for path in data}
+    assert inside["structattn_lab"] == digests
+    assert outside["structattn_lab"] == {"structattn"}
+    assert (inside["structattn_native"], outside["structattn_native"]) == (libraries, set())
 
 
 def check_library(path: Path) -> None:
@@ -124,6 +155,15 @@ def test_the_source_distribution_has_the_pages_and_all_that_they_link_to(tmp_pat
     assert not list(folder.rglob("test_*.py"))
 
 
+def test_the_clone_has_no_links() -> None:
+    """Windows makes none without special rights."""
+    listed = subprocess.run(["git", "ls-files", "-s"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("this is no clone of git")
+    modes = {line.split()[0] for line in listed.stdout.splitlines()}
+    assert modes == {"100644", "100755"}
+
+
 @pytest.mark.quick(platform=("win32",))
 @pytest.mark.parametrize("platform", ["win32", "darwin"])
 def test_it_is_imported_and_runs_without_what_only_linux_has(platform: str) -> None:
@@ -131,11 +171,14 @@ def test_it_is_imported_and_runs_without_what_only_linux_has(platform: str) -> N
     needed.
     """
     program = f"""
-import sys
+import os, pathlib, sys
 import safetensors.torch, torch, torch._dynamo
 for name in ("fcntl", "grp", "pwd", "resource", "termios"):
     sys.modules[name] = None
 sys.platform = {platform!r}
+if sys.platform == "win32":
+    os.name = "nt"
+    sys.modules[pathlib.Path.__module__].WindowsPath = pathlib.PosixPath  # which Linux refuses to make
 import structattn as sa
 assert "structattn_lab" not in sys.modules
 q, layout = torch.randn(1, 2, 200, 6), sa.LevelLayout((3, 2, 1), (24, 12, 3))

@@ -2,6 +2,7 @@
 
 import inspect
 import pydoc
+import sys
 
 from typed_calls import calls_with_plain_values, with_lists_and_tuples
 
@@ -105,7 +106,8 @@ def test_signatures() -> None:
 
 def test_help_of_attention_fits_two_screens() -> None:
     lines = pydoc.render_doc(sa.Attention, renderer=pydoc.plaintext).split("\n")
-    assert next(number for number, line in enumerate(lines) if "inherited from" in line) <= 124
+    longest = 124 if sys.version_info < (3, 13) else 200  # from 3.13 on pydoc gives each parameter a line
+    assert next(number for number, line in enumerate(lines) if "inherited from" in line) <= longest
 
 
 def test_lists_are_kept_as_tuples() -> None:

@@ -136,6 +136,8 @@ def test_every_library_that_this_cpu_can_run(instructions: str, tmp_path: Path) 
 @pytest.mark.skipif(NO_COMPILER, reason="needs a C++ compiler")
 def test_the_functions_of_pytorch_are_declared_as_it_declares_them(tmp_path: Path) -> None:
     """A C function that is declared twice must have the same types."""
+    if subprocess.run([os.environ.get("CXX", "c++"), "--version"], capture_output=True).returncode:
+        pytest.skip("the compiler fails, as where wheels are tested without one")
     headers = (
         "torch/csrc/inductor/aoti_torch/c/shim.h",
         "torch/csrc/stable/c/shim.h",

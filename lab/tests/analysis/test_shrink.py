@@ -5,6 +5,7 @@ import re
 import shutil
 
 import pytest
+import safetensors
 import torch
 
 from structattn import cli
@@ -146,6 +147,32 @@ def test_it_goes_on_where_it_was_interrupted(model, text, tmp_path, few, monkeyp
     assert made.count("calibrate") == 1
     for row, same in zip(first.rows, again.rows, strict=True):
         assert (row.name, row.losses, row.nbytes) == (same.name, same.losses, same.nbytes)
+
+
+def test_a_calibration_goes_on_where_it_was_interrupted(model, text, tmp_path, few, monkeypatch) -> None:
+    """No text is read again whose dimensions were summed, and all numbers are equal."""
+    from structattn.integrations.transformers.calibration import collect
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    out, partial = tmp_path / "out", tmp_path / "out" / "partial-calibration.safetensors"
+    with monkeypatch.context() as stopped:
+        stopped.setattr(collect, "token_scores", stop)
+        with pytest.raises(KeyboardInterrupt):
+            shrink(model, text, out, **SMALL)
+    assert partial.exists()
+    with monkeypatch.context() as again:
+        again.setattr(collect.Moments, "add_queries", None)
+        resumed = shrink(model, text, out, resume=True, **SMALL).results.record
+    assert not partial.exists()
+    whole = shrink(model, text, tmp_path / "whole", **SMALL).results.record
+    assert [row.losses for row in resumed.rows] == [row.losses for row in whole.rows]
+    hashes = []
+    for folder in (out, tmp_path / "whole"):
+        with safetensors.safe_open(str(folder / "calibration.safetensors"), framework="pt") as file:
+            hashes.append(file.metadata()["sha256"])
+    assert hashes[0] == hashes[1]
 
 
 def test_one_document_is_cut_in_two(model, text, tmp_path, few) -> None:

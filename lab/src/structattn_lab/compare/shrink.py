@@ -33,6 +33,7 @@ from structattn_lab.records.common import RESULTS, Results, read_file
 from structattn_lab.runs.folders import Owner, finished_in, opened
 
 MODEL, CALIBRATION, MEASURED, REPORT = "model", "calibration.safetensors", "measured-text.jsonl", "results"
+_PARTIAL = "partial-calibration.safetensors"  # while the model is calibrated
 _CALIBRATED_TOKENS = 10240
 _CALIBRATED_WINDOW = 1024  # longer ones take more memory and time, also for longer contexts
 _MOST_CHARACTERS = 4_000_000  # of the text: more are not read
@@ -251,7 +252,8 @@ def _written(
     path, target = folder / CALIBRATION, folder / MODEL
     if not path.exists():
         model = load_model(task.model, "MODEL").eval()
-        calibrate(model, windows, methods=("tokens", "bits")).save(path)
+        calibrate(model, windows, methods=("tokens", "bits"), resume=folder / _PARTIAL).save(path)
+    (folder / _PARTIAL).unlink(missing_ok=True)
     calibration = Calibration.load(path)
     with doing("choosing what each head keeps"):
         chosen = allocate(calibration, compression=compression, context_length=task.context_length)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from structattn.checks import MAX_LENGTH, check_size, check_type, describe
+import structattn
+from structattn.checks import MAX_LENGTH, check_path, check_size, check_type, describe
 from structattn.errors import CalibrationError, ConfigError
 from structattn.integrations.transformers.architecture.inputs import check_inputs
 from structattn.integrations.transformers.architecture.loading import check_plain
@@ -27,6 +30,11 @@ from structattn.integrations.transformers.calibration.discovery import (
 from structattn.integrations.transformers.calibration.head_effects import SINK_TOKENS, HeadEffects, head_effects
 from structattn.integrations.transformers.calibration.methods import Method, checked_methods
 from structattn.integrations.transformers.calibration.moments import Moments, distance_bucket
+from structattn.integrations.transformers.calibration.pass_results import (
+    PassResults,
+    digest_of_model,
+    digest_of_tensors,
+)
 from structattn.integrations.transformers.calibration.projections import Projections, find_projections, input_weights
 from structattn.integrations.transformers.calibration.query_terms import of_queries
 from structattn.integrations.transformers.calibration.record import AttentionShape, Calibration, LayerCalibration
@@ -47,6 +55,7 @@ _TEXTS = 2  # on which bits and windows of single heads are measured
 _SCORED_TOKENS = 16384  # of the texts whose tokens are scored
 _WINDOWS = ((128, 8), (512, 2))  # of tokens, first ones included, and at most this part of a text
 _KNOWN = ("input_ids", "attention_mask", "labels")
+_RESULTS = "moments of layers"
 
 
 class _Layer:
@@ -63,6 +72,7 @@ class _Layer:
         }
         self.scale = 1 / math.sqrt(attention.head_dim)
         self.moments: Moments | None = None
+        self.is_ready = False
         self.sensitivity = 0.0
         self.parts: Tensor | None = None
         metrics = torch.eye(attention.value_dim, dtype=torch.float64).expand(attention.num_heads, -1, -1)
@@ -74,18 +84,39 @@ class _Layer:
         self.root = vectors * values.clamp(min=0).sqrt()[:, None] @ vectors.mT
 
     def ready(self, like: Tensor, num_blocks: int) -> Moments:
-        """The sums, made for the first batch on the device of its states."""
-        if self.moments is None:
-            shape = self.shape
+        """The sums, made or moved for the first batch on the device of its states."""
+        if not self.is_ready:
+            self.is_ready, shape = True, self.shape
             if self.attention.rotation is not None:
                 self.parts = torch.tensor(self.attention.rotation.pairs(shape.head_dim), device=like.device)
             elif not self.options["has_key_basis"]:
                 self.parts = torch.arange(shape.head_dim, device=like.device)[:, None]
             count = 0 if self.parts is None else len(self.parts)
             sizes = (shape.num_kv_heads, shape.head_dim, shape.value_dim, count, num_blocks, _DISTANCES)
+            kept = self.moments
             self.moments = Moments.zeros(*sizes, device=like.device)
+            if kept is not None:
+                self.moments = Moments(**{name: x.to(like.device, copy=True) for name, x in kept.tensors().items()})
             self.root = self.root.to(like)
+        assert self.moments is not None
         return self.moments
+
+    def state(self) -> dict[str, Tensor]:
+        """What batches have changed."""
+        assert self.moments is not None
+        chunk_size = self.options["chunk_size"]
+        return {
+            **self.moments.tensors(),
+            "scale": torch.tensor(self.scale, dtype=torch.float64),
+            "chunk_size": torch.tensor(0 if chunk_size is None else chunk_size),
+        }
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Takes over what ``state`` returned."""
+        state = dict(state)
+        self.scale, chunk_size = float(state.pop("scale")), int(state.pop("chunk_size"))
+        self.options["chunk_size"] = chunk_size or None
+        self.moments = Moments(**state)
 
     def finished(self, longest: int) -> LayerCalibration:
         """What was found, on the host."""
@@ -103,6 +134,37 @@ class _Layer:
         )
 
 
+@dataclass(frozen=True)
+class _Batch:
+    """Some texts.
+
+    Attributes:
+        inputs: of the model, (B, T).
+        spans: first and end of the real tokens of each row.
+    """
+
+    inputs: dict[str, Tensor]
+    spans: list[tuple[int, int]]
+
+    @property
+    def longest(self) -> int:
+        """Real tokens of the longest row."""
+        return max(end - first for first, end in self.spans)
+
+    @property
+    def real(self) -> Tensor:
+        """(B, T) bool, tokens that are no padding."""
+        real = torch.zeros_like(self.inputs["input_ids"], dtype=torch.bool)
+        for row, (first, end) in enumerate(self.spans):
+            real[row, first:end] = True
+        return real
+
+    def texts(self) -> list[Tensor]:
+        """The real tokens of each row, (1, T)."""
+        rows = zip(self.inputs["input_ids"], self.spans, strict=True)
+        return [row[None, first:end] for row, (first, end) in rows]
+
+
 class _Collector:
     """Sums over the batches that pass through the attention function.
 
@@ -112,12 +174,40 @@ class _Collector:
         num_queries: of each row.
         spans: first and end of the real tokens of each row of this batch.
         rows: how many rows were before.
+        results: what is kept of batches.
     """
 
-    def __init__(self, layers: dict[nn.Module, _Layer], block_sizes: tuple[int, ...], num_queries: int | None) -> None:
-        self.layers, self.block_sizes, self.num_queries = layers, block_sizes, num_queries
+    def __init__(
+        self,
+        layers: dict[nn.Module, _Layer],
+        block_sizes: tuple[int, ...],
+        num_queries: int | None,
+        results: PassResults,
+    ) -> None:
+        self.layers, self.block_sizes, self.num_queries, self.results = layers, block_sizes, num_queries, results
         self.spans: list[tuple[int, int]] = []
         self.rows = 0
+
+    def read(self, model: PreTrainedModel, batches: Sequence[_Batch]) -> None:
+        """Adds all layers of all batches, those that are kept excepted."""
+        done = self.results.passes(_RESULTS)
+        if (kept := self.results.get(_RESULTS)) is not None:
+            for number, layer in enumerate(self.layers.values()):
+                prefix = f"{number}."
+                layer.restore({name[len(prefix) :]: x for name, x in kept.items() if name.startswith(prefix)})
+        self.rows = sum(len(batch.spans) for batch in batches[:done])
+        _active.append(self)
+        try:
+            for number, batch in enumerate(counted(batches[done:], "calibrating"), start=done + 1):
+                self.spans = batch.spans
+                with observed(model, _NAME):
+                    model.base_model(**batch.inputs, use_cache=False)
+                self.rows += len(batch.spans)
+                layers = enumerate(self.layers.values())
+                states = {f"{n}.{name}": x for n, layer in layers for name, x in layer.state().items()}
+                self.results.keep(_RESULTS, states, passes=number)
+        finally:
+            _active.remove(self)
 
     def add(self, module: nn.Module, states: tuple[Tensor, ...], mask: object, terms: ScoreTerms) -> None:
         """Adds one layer of one batch: queries (B, H, T, D), keys and values (B, G, T, D or V)."""
@@ -185,7 +275,7 @@ def _attention(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
 register_observer(_NAME, _attention)
 
 
-def _inputs(batch: object, model: PreTrainedModel) -> tuple[dict[str, Tensor], list[tuple[int, int]]]:
+def _batch(batch: object, model: PreTrainedModel) -> _Batch:
     """The tokens and the mask of a batch, and where the real tokens of each row begin and end."""
     named: Mapping[str, Any] = batch if isinstance(batch, Mapping) else {"input_ids": batch}
     for name in named:
@@ -214,7 +304,7 @@ def _inputs(batch: object, model: PreTrainedModel) -> tuple[dict[str, Tensor], l
         # As generate() does: a row begins at position 0, wherever its padding ends.
         if "position_ids" in inspect.signature(model.base_model.forward).parameters:
             inputs["position_ids"] = (mask.cumsum(dim=1) - 1).clamp(min=0)
-    return {name: x.to(model.device) for name, x in inputs.items()}, spans
+    return _Batch({name: x.to(model.device) for name, x in inputs.items()}, spans)
 
 
 def _blocks(block_sizes: Sequence[int] | None, length: int) -> tuple[int, ...]:
@@ -241,6 +331,7 @@ def calibrate(
     num_queries: int | None = 64,
     retrieval: bool = True,
     methods: Sequence[Method] = ("tokens", "bits", "levels"),
+    resume: str | Path | None = None,
 ) -> Calibration:
     """Measures what a smaller cache of a trained decoder would lose: which far tokens its heads look back at,
     in how many bits, and which dimensions of them.
@@ -276,13 +367,18 @@ def calibrate(
             all, the first two of at least 64 tokens for what else. A model without an output head is not.
         methods: of ``allocate``, that are prepared for. Moments of dimensions are always summed; what each
             layer matters is only measured for ``"levels"``.
+        resume: a file, written after each pass of the model. A call with the same model, texts and options
+            goes on after the last pass that it holds, and returns the same numbers, bit by bit on the same
+            machine. It stays: remove it once the calibration is saved. Default: none.
 
     Returns:
         A ``Calibration``, for ``structurize(rotary_split="calibrated")`` and ``allocate``. ``save`` and
         ``load`` are its file.
 
     Raises:
-        ConfigError: see ``structurize``; or no batches, short ones, or other arguments.
+        ConfigError: see ``structurize``; or no batches, short ones, or other arguments; or ``resume`` is of
+            another model, of other texts or options.
+        CheckpointError: ``resume`` is damaged, or cannot be written.
         CalibrationError: queries, keys or values are NaN or infinite; the message says which, and in which
             layer.
 
@@ -290,7 +386,8 @@ def calibrate(
         rows; heads: 16 of each. Dimensions: a forward pass without output head of all tokens, and for levels
         one with it of up to 2,048 tokens for each layer; per layer and row 2 H M T D (V + D) FLOPs for the M
         queries. Memory does not depend on the number of batches: per layer 8 B G (P^2 + V^2) bytes for B
-        block sizes, G heads and P = D / 2 pairs, and for tokens 8 E^2 for hidden states of E numbers.
+        block sizes, G heads and P = D / 2 pairs, and for tokens 8 E^2 for hidden states of E numbers. The
+        file of ``resume`` has these too.
 
     Source: ours; of tokens see ``TokenScores``. MHA2MLA (arXiv 2502.14837) chooses rotary pairs by the norms
         of queries and keys, KQ-SVD (2512.05916) shows that queries count as much as keys, CARE (2603.17946)
@@ -312,61 +409,70 @@ def calibrate(
         )
         for layer in attention
     }
-    collector: _Collector | None = None
-    texts: list[Tensor] = []
-    longest = 0
-    try:
-        for batch in counted(batches, "calibrating"):
-            inputs, spans = _inputs(batch, model)
-            longest = max(longest, *(end - first for first, end in spans))
-            if collector is None:
-                collector = _Collector(layers, _blocks(block_sizes, longest), num_queries)
-                _active.append(collector)
-            collector.spans = spans
-            rows = zip(inputs["input_ids"], spans, strict=True)
-            texts += [row[None, first:end] for row, (first, end) in rows if end - first >= _SHORTEST_TEXT]
-            with observed(model, _NAME):
-                model.base_model(**inputs, use_cache=False)
-            if collector.rows == 0 and "levels" in wanted:
-                roots = {module: layer.root for module, layer in layers.items()}
-                real = torch.zeros(inputs["input_ids"].shape, dtype=torch.bool, device=model.device)
-                for row, (first, end) in enumerate(spans):
-                    real[row, first:end] = True
-                for module, change in sensitivities(model, inputs, real, roots, collector.block_sizes[0]).items():
-                    layers[module].sensitivity = change
-            collector.rows += len(spans)
-    finally:
-        if collector is not None:
-            _active.remove(collector)
-    if collector is None:
+    read = [_batch(batch, model) for batch in batches]
+    if not read:
         raise ConfigError("calibrate needs at least one batch, got none")
-    if longest <= collector.block_sizes[0]:
+    sizes, longest = _blocks(block_sizes, read[0].longest), max(batch.longest for batch in read)
+    if longest <= sizes[0]:
         raise ConfigError(
-            f"the longest text has {longest} tokens, all in one block of {collector.block_sizes[0]}: give longer "
-            "texts, or smaller block_sizes"
+            f"the longest text has {longest} tokens, all in one block of {sizes[0]}: give longer texts, or smaller "
+            "block_sizes"
         )
+    options = {"block_sizes": sizes, "num_queries": num_queries, "retrieval": retrieval, "methods": sorted(wanted)}
+    results = PassResults(None, {}) if resume is None else _results(resume, model, read, options)
+    _Collector(layers, sizes, num_queries, results).read(model, read)
+    if "levels" in wanted:
+        roots = {module: layer.root for module, layer in layers.items()}
+        changes = sensitivities(model, read[0].inputs, read[0].real, roots, sizes[0], results)
+        for module, change in changes.items():
+            layers[module].sensitivity = change
+    texts = [text for batch in read for text in batch.texts() if text.shape[1] >= _SHORTEST_TEXT]
     own = [layer for layer in attention if layer.keys_of is None]
     has_heads = retrieval and bool(texts) and model.get_output_embeddings() is not None
     return Calibration(
         layers=tuple(layer.finished(longest) for layer in layers.values()),
-        block_sizes=collector.block_sizes,
+        block_sizes=sizes,
         context_length=longest,
         element_size=model.dtype.itemsize,
-        effects=_effects(model, own, texts[:_TEXTS], wanted) if has_heads and wanted & {"bits", "heads"} else None,
-        tokens=_tokens(model, own, texts) if has_heads and "tokens" in wanted else None,
+        effects=(
+            _effects(model, own, texts[:_TEXTS], wanted, results) if has_heads and wanted & {"bits", "heads"} else None
+        ),
+        tokens=_tokens(model, own, texts, results) if has_heads and "tokens" in wanted else None,
+    )
+
+
+def _results(
+    resume: str | Path, model: PreTrainedModel, batches: Sequence[_Batch], options: Mapping[str, Any]
+) -> PassResults:
+    """What a file has of this calibration."""
+    texts = [x for batch in batches for x in batch.inputs.values()]
+    return PassResults(
+        check_path("resume", resume),
+        {
+            "of another model": digest_of_model(model),
+            "of other texts": digest_of_tensors(texts),
+            "with other options": dict(options),
+            "of another version of structattn": structattn.__version__,
+        },
     )
 
 
 def _effects(
-    model: PreTrainedModel, layers: Sequence[FoundAttention], texts: Sequence[Tensor], methods: set[Method]
+    model: PreTrainedModel,
+    layers: Sequence[FoundAttention],
+    texts: Sequence[Tensor],
+    methods: set[Method],
+    results: PassResults,
 ) -> HeadEffects:
     """Those of the heads of layers that have keys of their own."""
     length = min(text.shape[1] for text in texts)
     windows = sorted({min(size, length // part) - SINK_TOKENS for size, part in _WINDOWS})
-    return head_effects(model, layers, texts, windows if "heads" in methods else ())
+    return head_effects(model, layers, texts, windows if "heads" in methods else (), results)
 
 
-def _tokens(model: PreTrainedModel, layers: Sequence[FoundAttention], texts: Sequence[Tensor]) -> TokenScores | None:
+def _tokens(
+    model: PreTrainedModel, layers: Sequence[FoundAttention], texts: Sequence[Tensor], results: PassResults
+) -> TokenScores | None:
     """How those heads score tokens."""
     longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or MAX_LENGTH
     left, chosen = _SCORED_TOKENS, []
@@ -375,4 +481,4 @@ def _tokens(model: PreTrainedModel, layers: Sequence[FoundAttention], texts: Seq
             break
         chosen.append(text[:, : longest // 2])
         left -= chosen[-1].shape[1]
-    return token_scores(model, layers, chosen)
+    return token_scores(model, layers, chosen, results)

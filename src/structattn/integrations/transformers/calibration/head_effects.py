@@ -14,6 +14,7 @@ from structattn.errors import CalibrationError
 from structattn.integrations.transformers.attention.call import AttentionCall
 from structattn.integrations.transformers.attention.interface import attend
 from structattn.integrations.transformers.calibration.discovery import FoundAttention, observed, register_observer
+from structattn.integrations.transformers.calibration.pass_results import PassResults
 from structattn.integrations.transformers.calibration.prompts import (
     COPIES,
     ScoredText,
@@ -132,10 +133,17 @@ def _rounded(x: Tensor, bits: int, axis: int, group: int = 64) -> Tensor:
 class _Measurement:
     """The prompts of a model, and what it predicts."""
 
-    def __init__(self, model: PreTrainedModel, layers: Sequence[FoundAttention], prompts: Sequence[ScoredText]) -> None:
-        self.model, self.prompts = model, prompts
-        self._references: list[Tensor] = []
-        self.rows, end = {}, 0
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        layers: Sequence[FoundAttention],
+        prompts: Sequence[ScoredText],
+        results: PassResults,
+    ) -> None:
+        self.model, self.prompts, self.results = model, prompts, results
+        self._references: dict[int, Tensor] = {}
+        self.rows: dict[nn.Module, slice] = {}
+        end = 0
         for layer in layers:
             self.rows[layer.module] = slice(end, end + layer.num_kv_heads)
             end += layer.num_kv_heads
@@ -146,15 +154,16 @@ class _Measurement:
 
         Args:
             less: the other output.
-            words: of the progress bar.
+            words: of the progress bar, and of what is kept of the passes.
             whole: bool (heads,), those whose gates stay at 1; theirs is 0. Default: none.
         """
         moved = torch.ones(self.count, dtype=torch.bool) if whole is None else ~whole
-        total = torch.zeros(self.count, dtype=torch.float64)
+        kept, done = self.results.get(words), self.results.passes(words)
+        total = torch.zeros(self.count, dtype=torch.float64) if kept is None else kept["total"]
         with observed(self.model, _NAME):
-            for number, prompt in enumerate(counted(self.prompts, words)):
-                if number == len(self._references):
-                    self._references.append(self._predict(prompt, torch.ones(self.count), less).exp())
+            for number, prompt in enumerate(counted(self.prompts[done:], words), start=done):
+                if number not in self._references:
+                    self._references[number] = self._predict(prompt, None, less).exp()
                 reference = self._references[number]
                 entropy = torch.special.entr(reference).sum(-1)
                 for point in _POINTS:
@@ -168,11 +177,13 @@ class _Measurement:
                             "the predictions of the model are NaN or infinite where some heads see less: calibrate "
                             "with retrieval=False, or in float32"
                         )
-                    total -= moved * slope.double().cpu() / len(_POINTS)
+                    total = total - moved * slope.double().cpu() / len(_POINTS)
+                self.results.keep(words, {"total": total}, passes=number + 1)
         return total / len(self.prompts)
 
-    def _predict(self, prompt: ScoredText, gates: Tensor, less: Callable[[AttentionCall], Tensor]) -> Tensor:
-        _active.append(_Gates(self.rows, gates, less))
+    def _predict(self, prompt: ScoredText, gates: Tensor | None, less: Callable[[AttentionCall], Tensor]) -> Tensor:
+        """What the model predicts; without gates as it is, whatever ``less`` is."""
+        _active.append(_Gates({}, torch.zeros(0), less) if gates is None else _Gates(self.rows, gates, less))
         try:
             return log_probabilities(self.model, prompt)
         finally:
@@ -180,7 +191,11 @@ class _Measurement:
 
 
 def head_effects(
-    model: PreTrainedModel, layers: Sequence[FoundAttention], texts: Sequence[Tensor], windows: Sequence[int]
+    model: PreTrainedModel,
+    layers: Sequence[FoundAttention],
+    texts: Sequence[Tensor],
+    windows: Sequence[int],
+    results: PassResults,
 ) -> HeadEffects:
     """Measures what key heads lose that see a window, or numbers of 4 bits.
 
@@ -189,6 +204,7 @@ def head_effects(
         layers: those of keys of their own.
         texts: ids (1, T) each, as many as there are prompts of each kind.
         windows: ascending, shorter than the texts; none: only bits are measured.
+        results: what is kept of passes.
 
     Cost: for each window 4 forward and 4 backward passes of each text, and of a retrieval prompt as long;
         2 of each text for the bits; and a plain forward pass of each.
@@ -197,8 +213,8 @@ def head_effects(
         them; the path integral: Sundararajan et al. 2017 (integrated gradients), whose parts sum to all.
     """
     generator = torch.Generator().manual_seed(0)
-    of_text = _Measurement(model, layers, [text_prompt(ids) for ids in texts])
-    of_copies = _Measurement(model, layers, [retrieval_prompt(ids, generator) for ids in texts])
+    of_text = _Measurement(model, layers, [text_prompt(ids) for ids in texts], results)
+    of_copies = _Measurement(model, layers, [retrieval_prompt(ids, generator) for ids in texts], results)
     required = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in required:
         parameter.requires_grad_(False)

@@ -17,7 +17,7 @@ from structattn.errors import ConfigError
 from structattn.integrations.transformers.calibration.discovery import FoundAttention
 from structattn.integrations.transformers.calibration.head_effects import HeadEffects
 from structattn.integrations.transformers.calibration.moments import Moments
-from structattn.integrations.transformers.calibration.token_scores import TokenScores
+from structattn.integrations.transformers.calibration.token_scores import EXPONENT, RECENT, TokenScores
 from structattn.layers.rotary_order import Rotation
 from structattn.tensor_files import read_tensors, write_tensors
 
@@ -187,12 +187,15 @@ class Calibration:
             )
             for number, (shape, options) in enumerate(zip(data["layers"], data["options"], strict=True))
         )
-        windows = data.get("windows")  # files of before have none
+        windows = data.get("windows")  # files of before have none, and no recent tokens
         effects = {} if windows is None else {name: tensors[f"effects.{name}"] for name in _EFFECTS}
         tokens = None
         if (losses := tensors.get("tokens.losses")) is not None:
             count = sum(name.startswith("tokens.") for name in tensors) - 1
-            tokens = TokenScores(scorers=tuple(tensors[f"tokens.{n}"] for n in range(count)), losses=losses)
+            of_recent = {"recent": RECENT, "exponent": EXPONENT} | data.get("tokens", {})
+            tokens = TokenScores(
+                scorers=tuple(tensors[f"tokens.{n}"] for n in range(count)), losses=losses, **of_recent
+            )
         return cls(
             layers=layers,
             block_sizes=tuple(data["block_sizes"]),
@@ -205,6 +208,7 @@ class Calibration:
 
 def _plain(calibration: Calibration) -> dict[str, Any]:
     """All of a calibration but its tensors."""
+    tokens = calibration.tokens
     return {
         "format_version": FORMAT_VERSION,
         "layers": [vars(layer.shape) for layer in calibration.layers],
@@ -213,4 +217,5 @@ def _plain(calibration: Calibration) -> dict[str, Any]:
         "context_length": calibration.context_length,
         "element_size": calibration.element_size,
         "windows": None if calibration.effects is None else calibration.effects.windows,
+        "tokens": {} if tokens is None else {"recent": tokens.recent, "exponent": tokens.exponent},
     }

@@ -13,11 +13,13 @@ from transformers import PreTrainedModel
 from structattn.integrations.transformers.attention.call import AttentionCall
 from structattn.integrations.transformers.attention.interface import attend
 from structattn.integrations.transformers.calibration.discovery import observed, register_observer
+from structattn.integrations.transformers.calibration.pass_results import PassResults
 from structattn.integrations.transformers.variant import Variant
 from structattn.layout.levels import LevelLayout
 from structattn.progress import counted
 
 _NAME = "structattn_sensitivity"
+_RESULTS = "sensitivity of layers"
 _ERROR = 0.05  # relative squared error of the attention output: small, so that the change is proportional to it
 _TOKENS = 2048  # from which the change is measured, since logits are many numbers
 
@@ -93,6 +95,7 @@ def sensitivities(
     real: Tensor,
     roots: Mapping[nn.Module, Tensor],
     block_size: int,
+    results: PassResults,
 ) -> dict[nn.Module, float]:
     """For each attention module, the change of the predictions for each unit of relative squared error of its
     output.
@@ -106,14 +109,18 @@ def sensitivities(
         real: (B, T) bool, tokens that are no padding.
         roots: (H, V, V) of each module, see ``_Change``.
         block_size: keys outside the block of a query are far.
+        results: what is kept of passes.
 
     Cost: a forward pass of these tokens for each layer, and one more.
     """
     rows = max(1, _TOKENS // real.shape[1])
     inputs, real = {name: x[:rows] for name, x in inputs.items()}, real[:rows]
-    by_module = {}
+    kept = results.get(_RESULTS)
+    changes: list[float] = [] if kept is None else kept["changes"].tolist()
+    if len(changes) == len(roots):
+        return dict(zip(roots, changes, strict=True))
     reference: Tensor | None = None
-    for module in counted([None, *roots], "measuring the sensitivity of layers"):
+    for module in counted([None, *list(roots)[len(changes) :]], "measuring the sensitivity of layers"):
         root = torch.empty(0) if module is None else roots[module]
         _active.append(_Change(module, root, block_size, real))
         try:
@@ -123,8 +130,9 @@ def sensitivities(
         if reference is None:
             reference = predictions
         elif module is not None:
-            by_module[module] = _distance(reference, predictions) / _ERROR
-    return by_module
+            changes.append(_distance(reference, predictions) / _ERROR)
+            results.keep(_RESULTS, {"changes": torch.tensor(changes, dtype=torch.float64)})
+    return dict(zip(roots, changes, strict=True))
 
 
 def _distance(reference: Tensor, changed: Tensor) -> float:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from structattn.integrations.transformers.attention.arguments import POSITION_BI
 from structattn.integrations.transformers.attention.call import AttentionCall
 from structattn.integrations.transformers.attention.interface import attend
 from structattn.integrations.transformers.calibration.discovery import FoundAttention, observed, register_observer
+from structattn.integrations.transformers.calibration.pass_results import PassResults
 from structattn.integrations.transformers.calibration.prompts import (
     COPIES,
     ScoredText,
@@ -33,8 +33,11 @@ from structattn.progress import counted
 
 # How many groups of tokens stay of how many, by the share that does.
 WAYS = ((0, 8), (1, 16), *((keep, 8) for keep in range(1, 8)))
+_LARGEST_EXPONENT = 2.0
 _GROUP = 64  # tokens of a group, where losses are measured
-_RECENT = 256  # tokens that always stay there
+RECENT = 256  # tokens that always stay there; fewer in texts that are shorter than four times as many
+EXPONENT = 1.0  # of ``TokenScores`` where it was not measured: half of the recent tokens lose twice as much
+_FEWER = 4  # and a fourth of them, which says how much more is lost
 _NAME = "structattn_token_scores"
 _QUERIES = 128  # whose weights are held at once
 _LEAST = 1e-5  # of a weight: below this all are alike
@@ -42,6 +45,7 @@ _RIDGE = 0.01  # relative to the variance of each number of a hidden state
 _SHARE = 1 / 4  # of the tokens, at which the change of the predictions is measured
 _HELD_OUT = 5  # one text of so many
 _SHORTEST = 128
+_SUMS, _SCORERS, _DROPPED, _CHANGES = "token sums", "token scorers", "dropped tokens", "changes by chosen tokens"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -52,11 +56,20 @@ class TokenScores:
         scorers: of each layer with keys of its own, (G, E + 1) float32: the scores of a hidden state (E,)
             that reaches the layer are scorer[:, :E] states + scorer[:, E].
         losses: (heads, ways) float64, heads of all layers in their order: the expected change of the
-            predictions, in nats per token, for each of ``WAYS``.
+            predictions, in nats per token, for each of ``WAYS``, where the last ``recent`` tokens stay
+            too.
+        recent: of ``losses``.
+        exponent: with r recent tokens they are (recent / r)^exponent times as large.
     """
 
     scorers: tuple[Tensor, ...]
     losses: Tensor
+    recent: int = RECENT
+    exponent: float = EXPONENT
+
+    def losses_with(self, recent: int) -> Tensor:
+        """``losses`` where another number of recent tokens stays."""
+        return self.losses * (self.recent / recent) ** self.exponent
 
 
 @dataclass(eq=False)
@@ -145,6 +158,7 @@ class _Pass:
             read. 0 where a text is read with less.
         ways: (heads of all layers,), which of ``WAYS`` each has, in the order of ``fits``; ``None``: all
             tokens stay.
+        recent: tokens that stay besides.
         is_check: whether the scorers are known, and checked.
         states: of the module whose attention comes next, (T, E).
     """
@@ -152,6 +166,7 @@ class _Pass:
     fits: dict[nn.Module, _LayerFit]
     length: int = 0
     ways: Tensor | None = None
+    recent: int = 0
     is_check: bool = False
     states: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
 
@@ -173,7 +188,8 @@ def _attention(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         return attend(call)
     place = list(this.fits).index(call.module)
     first = sum(other.attention.num_kv_heads for other in list(this.fits.values())[:place])
-    hidden = ~_seen(fit.scores(this.states), this.ways[first : first + fit.attention.num_kv_heads].tolist())
+    ways = this.ways[first : first + fit.attention.num_kv_heads].tolist()
+    hidden = ~_seen(fit.scores(this.states), ways, this.recent)
     hidden = hidden.repeat_interleave(call.query.shape[1] // len(hidden), dim=0)[None]
     terms = call.terms(call.arguments.get(POSITION_BIAS))
     bias = torch.zeros(hidden.shape, dtype=call.query.dtype, device=call.query.device).masked_fill(hidden, -torch.inf)
@@ -218,11 +234,11 @@ def _plain_weights(q: Tensor, k: Tensor, scale: float | None) -> Tensor:
     return scores.softmax(dim=-1)
 
 
-def _seen(scores: Tensor, ways: Sequence[int]) -> Tensor:
+def _seen(scores: Tensor, ways: Sequence[int], recent: int) -> Tensor:
     """Which keys each query sees, (G, T, T), future ones or not: the last ones and those that stay."""
     stays = torch.cat([_stays(of_head[None], WAYS[way]) for of_head, way in zip(scores, ways, strict=True)])
     positions = torch.arange(scores.shape[1], device=scores.device)
-    return stays[:, None] | (positions[None, :] > positions[:, None] - _RECENT)
+    return stays[:, None] | (positions[None, :] > positions[:, None] - recent)
 
 
 @contextmanager
@@ -245,7 +261,7 @@ def _running(model: PreTrainedModel, this: _Pass) -> Iterator[None]:
 
 
 def token_scores(
-    model: PreTrainedModel, layers: Sequence[FoundAttention], texts: Sequence[Tensor]
+    model: PreTrainedModel, layers: Sequence[FoundAttention], texts: Sequence[Tensor], results: PassResults
 ) -> TokenScores | None:
     """Finds a linear map from the hidden state of a token to how much later tokens will look back at it, for
     each key head.
@@ -259,11 +275,12 @@ def token_scores(
         layers: those of keys of their own.
         texts: ids (1, T) each, half as long as the model can read at most; the last fifth of them is held
             out to measure losses.
+        results: what is kept of passes.
 
     Returns:
         ``None`` where the texts are too short.
 
-    Cost: a forward pass of 2 T tokens of each text, and six of T of each that is held out; for each layer
+    Cost: a forward pass of 2 T tokens of each text, and eight of T of each that is held out; for each layer
         8 E^2 bytes meanwhile.
 
     Source: weights of a repeated context: KVzip (arXiv 2505.23416); their prediction from hidden states:
@@ -275,20 +292,66 @@ def token_scores(
         return None
     fits = {layer.module: _LayerFit(layer) for layer in layers}
     held = texts[-max(1, len(texts) // _HELD_OUT) :]
-    for text in counted(texts[: -len(held)] or held, "tokens that are looked back at"):
-        with _running(model, _Pass(fits, length=text.shape[1])):
-            model.base_model(input_ids=torch.cat([text, text], dim=1), use_cache=False)
-    for fit in fits.values():
-        fit.solve()
-    for text in counted(held, "tokens that are looked back at, held out"):
-        with _running(model, _Pass(fits, length=text.shape[1], is_check=True)):
-            model.base_model(input_ids=torch.cat([text, text], dim=1), use_cache=False)
+    _fit(model, fits, texts[: -len(held)] or held, results)
+    _check(model, fits, held, results)
     dropped = torch.cat([fit.dropped / fit.tokens for fit in fits.values() if fit.dropped is not None]).cpu()
     ways = _ways(dropped, _SHARE)
-    change = _change(model, fits, held, ways)
+    recent = min(RECENT, min(text.shape[1] for text in held) // _FEWER)
+    change, with_fewer = _changes(model, fits, held, ways, (recent, recent // _FEWER), results)
     lost = float(dropped.gather(1, ways[:, None]).sum())
-    scorers = tuple(fit.scorer.cpu() for fit in fits.values() if fit.scorer is not None)
-    return TokenScores(scorers=scorers, losses=dropped * (change / max(lost, 1e-30)))
+    exponent = math.log(with_fewer / change, _FEWER) if min(change, with_fewer) > _LEAST else EXPONENT
+    return TokenScores(
+        scorers=tuple(fit.scorer.cpu() for fit in fits.values() if fit.scorer is not None),
+        losses=dropped * (change / max(lost, 1e-30)),
+        recent=recent,
+        exponent=min(max(exponent, 0.0), _LARGEST_EXPONENT),
+    )
+
+
+def _read_twice(model: PreTrainedModel, this: _Pass, text: Tensor) -> None:
+    with _running(model, this):
+        model.base_model(input_ids=torch.cat([text, text], dim=1), use_cache=False)
+
+
+def _fit(
+    model: PreTrainedModel, fits: dict[nn.Module, _LayerFit], texts: Sequence[Tensor], results: PassResults
+) -> None:
+    """Finds the scorers."""
+    scorers, kept = results.get(_SCORERS), results.get(_SUMS)
+    for number, fit in enumerate(fits.values()):
+        if scorers is not None:
+            fit.scorer = scorers[f"{number}"].to(texts[0].device)
+        elif kept is not None:
+            fit.squares, fit.products = (kept[f"{number}.{x}"].to(texts[0].device) for x in ("squares", "products"))
+    if scorers is not None:
+        return
+    done = results.passes(_SUMS)
+    for count, text in enumerate(counted(texts[done:], "tokens that are looked back at"), start=done + 1):
+        _read_twice(model, _Pass(fits, length=text.shape[1]), text)
+        sums = {
+            f"{number}.{x}": getattr(fit, x)
+            for number, fit in enumerate(fits.values())
+            for x in ("squares", "products")
+        }
+        results.keep(_SUMS, sums, passes=count)
+    for fit in fits.values():
+        fit.solve()
+    found = {f"{number}": fit.scorer for number, fit in enumerate(fits.values()) if fit.scorer is not None}
+    results.keep(_SCORERS, found, drop=(_SUMS,))
+
+
+def _check(
+    model: PreTrainedModel, fits: dict[nn.Module, _LayerFit], texts: Sequence[Tensor], results: PassResults
+) -> None:
+    """Finds what is dropped of texts."""
+    done = results.passes(_DROPPED)
+    if (kept := results.get(_DROPPED)) is not None:
+        for number, fit in enumerate(fits.values()):
+            fit.dropped, fit.tokens = kept[f"{number}"].to(texts[0].device), sum(x.shape[1] for x in texts[:done])
+    for count, text in enumerate(counted(texts[done:], "tokens that are looked back at, held out"), start=done + 1):
+        _read_twice(model, _Pass(fits, length=text.shape[1], is_check=True), text)
+        dropped = {f"{number}": fit.dropped for number, fit in enumerate(fits.values()) if fit.dropped is not None}
+        results.keep(_DROPPED, dropped, passes=count)
 
 
 def _ways(dropped: Tensor, share: float) -> Tensor:
@@ -304,27 +367,37 @@ def _ways(dropped: Tensor, share: float) -> Tensor:
     return (dropped + high * shares).argmin(dim=1)
 
 
-def _change(model: PreTrainedModel, fits: dict[nn.Module, _LayerFit], texts: Sequence[Tensor], ways: Tensor) -> float:
-    """The mean Kullback-Leibler divergence of the predictions where far tokens are chosen, in nats per token:
-    of the texts, and of copies in them.
+def _changes(
+    model: PreTrainedModel,
+    fits: dict[nn.Module, _LayerFit],
+    texts: Sequence[Tensor],
+    ways: Tensor,
+    recents: Sequence[int],
+    results: PassResults,
+) -> list[float]:
+    """The mean Kullback-Leibler divergence of the predictions where far tokens are chosen, in nats per token,
+    for each number of recent ones: of the texts, and of copies in them.
     """
     generator = torch.Generator().manual_seed(0)
-    kinds: list[tuple[float, Any]] = [
-        (1 - COPIES, text_prompt),
-        (COPIES, partial(retrieval_prompt, generator=generator)),
-    ]
-    total = 0.0
-    for text in counted(texts, "predictions from chosen tokens"):
-        for weight, make in kinds:
-            prompt: ScoredText = make(text)
-            with _running(model, _Pass(fits)):
-                whole = log_probabilities(model, prompt)
-            with _running(model, _Pass(fits, ways=ways)):
+    prompts: list[tuple[float, ScoredText]] = []
+    for text in texts:
+        prompts += [(1 - COPIES, text_prompt(text)), (COPIES, retrieval_prompt(text, generator))]
+    kept = results.get(_CHANGES)
+    changes: list[list[float]] = [] if kept is None else kept["changes"].tolist()
+    for _, prompt in counted(prompts[len(changes) :], "predictions from chosen tokens"):
+        with _running(model, _Pass(fits)):
+            whole = log_probabilities(model, prompt)
+        changes.append([])
+        for recent in recents:
+            with _running(model, _Pass(fits, ways=ways, recent=recent)):
                 less = log_probabilities(model, prompt)
-            total += weight * float((whole.exp() * (whole - less)).sum(-1).mean()) / len(texts)
-    if not math.isfinite(total):
+            changes[-1].append(float((whole.exp() * (whole - less)).sum(-1).mean()))
+        results.keep(_CHANGES, {"changes": torch.tensor(changes, dtype=torch.float64)})
+    weights = [weight / len(texts) for weight, _ in prompts]
+    totals = [sum(w * of_prompt[n] for w, of_prompt in zip(weights, changes, strict=True)) for n in range(len(recents))]
+    if not all(map(math.isfinite, totals)):
         raise CalibrationError(
             "the predictions of the model are NaN or infinite where far tokens are chosen: calibrate with "
             "retrieval=False, or in float32"
         )
-    return max(total, 0.0)
+    return [max(total, 0.0) for total in totals]

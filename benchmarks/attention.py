@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from benchmarks.onnx_attention import onnx_attention
 from benchmarks.registry import Case, CaseUnavailableError, Check, Group, benchmark
 from benchmarks.sdpa import fastest_sdpa
 from benchmarks.timing import CudaClock
@@ -28,6 +29,7 @@ BASELINE = "scaled_dot_product_attention"
 ONE_LEVEL = "one level"
 DENSE = "dense (paper)"
 FLEX = "FlexAttention"
+ONNX = "ONNX Runtime"
 PAPER_RANKS = (32, 8, 6, 4, 4, 4, 4, 2)
 # Head dimension to label to the layout at context length T. Groups have one head dimension, since its sizes
 # are shared.
@@ -283,6 +285,8 @@ def attention_work(
         attend = dense_attention(layout, keys, device, dtype)
     elif label == FLEX:
         attend = flex(q, k, v, backward=backward)
+    elif label == ONNX:
+        attend = onnx_attention(q, k, v)
     else:
         # "auto" takes dense products for very small sizes on a CPU; here one code is followed over all sizes.
         on_cpu: Backend = "blocked" if why_not("native") else "native"
@@ -333,6 +337,8 @@ def _group(
     labels = [BASELINE]
     if device.type == "cuda" or mode == "forward":  # FlexAttention has no backward on a CPU
         labels.append(FLEX)
+    if (device.type, mode, dtype) == ("cpu", "forward", torch.float32):  # all that its operator does
+        labels.append(ONNX)
     labels += LAYOUTS[dim]
     scores = batch * heads * keys * keys * dtype.itemsize
     if dim == sum(PAPER_RANKS) and queries == keys and scores * DENSE_COPIES[mode] <= DENSE_BYTES[device.type]:
@@ -393,7 +399,7 @@ def _case(
 
 @benchmark(
     "attention",
-    "Causal attention with structured scores; FlexAttention and the baseline compute full attention.",
+    "Causal attention with structured scores; FlexAttention, ONNX Runtime and the baseline compute full attention.",
     baseline=BASELINE,
     axis="T",
     quick=QUICK,

@@ -185,7 +185,8 @@ def test_disturbed_results_are_measured_again(monkeypatch: pytest.MonkeyPatch) -
 def _attention_group(mode: str, dim: int = 64, length: int = 128) -> Group:
     groups = attention.attention_groups(CPU, FLOAT32, lengths=[length], heads=2)
     group = next(g for g in groups if g.mode == mode and g.sizes["D"] == dim)
-    return replace(group, cases=tuple(case for case in group.cases if case.label != attention.FLEX))  # compiles long
+    others = (attention.FLEX, attention.ONNX)  # which compiles long, and which may not be here
+    return replace(group, cases=tuple(case for case in group.cases if case.label not in others))
 
 
 @pytest.mark.quick(dim=[64])

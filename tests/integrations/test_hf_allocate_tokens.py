@@ -1,5 +1,6 @@
 """Key heads that keep some far tokens, chosen by scores of hidden states that were calibrated."""
 
+import contextlib
 import copy
 
 import pytest
@@ -9,11 +10,14 @@ import structattn as sa
 from structattn.errors import ConfigError
 from structattn.integrations.transformers import allocate, calibrate, level_cache, load_structurized, structurize
 from structattn.integrations.transformers.caches.model_cache import CACHE
+from structattn.integrations.transformers.calibration import allocate as allocate_module
+from structattn.integrations.transformers.calibration.head_choices import RECENT_TOKENS
 from structattn.integrations.transformers.calibration.record import Calibration
 from structattn.integrations.transformers.calibration.token_scores import WAYS, _plain_weights, _ways
 from structattn.integrations.transformers.masks.structured_mask import Sequences
 from structattn.integrations.transformers.variant import Variant
 from structattn.ops.terms import ScoreTerms
+from structattn.tensor_files import read_tensors, write_tensors
 
 transformers = pytest.importorskip("transformers")
 
@@ -103,8 +107,13 @@ def test_the_bytes_are_those_allocated(model, found, compression) -> None:
 
 
 @torch.no_grad()
-def test_a_model_loses_what_is_expected(model, found, texts) -> None:
-    """Within a factor of three; and a prompt attends to all of its tokens."""
+@pytest.mark.parametrize("recent_tokens", [None, (16, 64), (16, 128)])
+def test_a_model_loses_what_is_expected(model, found, texts, monkeypatch, recent_tokens) -> None:
+    """Within a factor of three, whatever number of recent tokens stays; and a prompt attends to all of its
+    tokens.
+    """
+    if recent_tokens is not None:
+        monkeypatch.setattr(allocate_module, "RECENT_TOKENS", (recent_tokens,))
     chosen = allocate(found, compression=2, context_length=LENGTH, methods=("tokens",))
     changed = structurize(copy.deepcopy(model), chosen)
     ids = texts[3:]
@@ -119,10 +128,47 @@ def test_a_model_loses_what_is_expected(model, found, texts) -> None:
     assert chosen.expected_loss / 3 < measured < 3 * chosen.expected_loss
 
 
+def test_fewer_recent_tokens_lose_more_by_a_power_that_is_measured(found) -> None:
+    tokens = found.tokens
+    assert tokens.recent == 256
+    assert 0 < tokens.exponent < 2
+    assert torch.equal(tokens.losses_with(256), tokens.losses)
+    ratio = tokens.losses_with(64)[:, 0] / tokens.losses[:, 0]
+    assert torch.allclose(ratio, torch.tensor(4**tokens.exponent, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("compression", [3, 10])
+def test_the_recent_tokens_that_lose_least_are_chosen(found, monkeypatch, compression) -> None:
+    chosen = allocate(found, compression=compression, context_length=LONG)
+    losses = {}
+    for recent_tokens in RECENT_TOKENS:
+        monkeypatch.setattr(allocate_module, "RECENT_TOKENS", (recent_tokens,))
+        with contextlib.suppress(ConfigError):  # what always stays may be more than the budget
+            losses[recent_tokens] = allocate(found, compression=compression, context_length=LONG).expected_loss
+    assert len(losses) > 3
+    assert chosen.expected_loss == min(losses.values()) < max(losses.values())
+    storages = [storage for layer in chosen.storage for storage in (layer if isinstance(layer, list) else [layer])]
+    sizes = {(storage.group_size, storage.recent) for storage in storages if storage and storage.keep is not None}
+    assert sizes == {min(losses, key=losses.get)}
+
+
+def test_files_of_before_say_nothing_of_recent_tokens(found, tmp_path) -> None:
+    """Their losses are those with 256, and half as many lose twice as much."""
+    found.save(tmp_path / "new.safetensors")
+    key = "structattn_calibration"
+    data, tensors = read_tensors(tmp_path / "new.safetensors", key, what="calibration", remedy="again", version=1)
+    assert data.pop("tokens") == {"recent": 256, "exponent": found.tokens.exponent}
+    write_tensors(tmp_path / "old.safetensors", key, data, tensors)
+    old = Calibration.load(tmp_path / "old.safetensors")
+    assert (old.tokens.recent, old.tokens.exponent) == (256, 1.0)
+    assert torch.equal(old.tokens.losses_with(128), 2 * found.tokens.losses)
+
+
 def test_a_saved_model_and_its_cache_go_on(smaller, found, texts, tmp_path) -> None:
     found.save(tmp_path / "found.safetensors")
     read = Calibration.load(tmp_path / "found.safetensors")
     assert torch.equal(read.tokens.losses, found.tokens.losses)
+    assert read.tokens.exponent == found.tokens.exponent
     assert all(map(torch.equal, read.tokens.scorers, found.tokens.scorers))
     prompt = texts[:2, :980]
     tokens = smaller.generate(prompt, max_new_tokens=60, do_sample=False)

@@ -19,6 +19,10 @@ from structattn.integrations.transformers.calibration.token_scores import WAYS
 from structattn.layout.levels import LevelLayout
 from structattn.spec.attention import AttentionSpec, parse_spec
 
+# Tokens of a group, and recent tokens that always stay, where far ones are chosen; all heads have the same.
+RECENT_TOKENS = tuple(
+    (group, recent) for group in (16, 32, 64) for recent in (64, 128, 256, 512) if recent >= 4 * group
+)
 _STEPS = 2**4 - 1, 2**8 - 1  # of numbers of 4 and of 8 bits: the square of their ratio is that of what they lose
 
 
@@ -30,13 +34,15 @@ class HeadChoice:
         window: recent tokens that it sees, besides the first; ``None``: all tokens.
         bits: of numbers that are far back.
         way: which of ``WAYS`` far tokens stay in; ``None``: all do.
-        group_size: of tokens that are quantized, or chosen, together.
+        group_size: of tokens that are chosen together, and quantized.
+        recent: tokens that always stay where far ones are chosen.
     """
 
     window: int | None
     bits: int
     way: int | None = None
     group_size: int = 64
+    recent: int = 256
 
     @property
     def spec(self) -> AttentionSpec:
@@ -48,8 +54,8 @@ class HeadChoice:
         """How its cache stores numbers."""
         if self.way is not None:
             keep, block = (groups * self.group_size for groups in WAYS[self.way])
-            recent, residual = 4 * self.group_size, min(64, 2 * self.group_size)
-            return Storage(self.bits, self.bits, self.group_size, residual, keep, block, recent)
+            residual = min(64, 2 * self.group_size)
+            return Storage(self.bits, self.bits, self.group_size, residual, keep, block, self.recent)
         return None if self.bits == 16 else Storage(self.bits, self.bits)
 
 
@@ -69,7 +75,13 @@ class HeadChoices:
 
 
 def head_choices(
-    calibration: Calibration, length: int, *, dtype: torch.dtype, methods: set[Method]
+    calibration: Calibration,
+    length: int,
+    *,
+    dtype: torch.dtype,
+    methods: set[Method],
+    group_size: int = 64,
+    recent: int = 256,
 ) -> list[list[HeadChoices]]:
     """The choices of each key head of each layer that has keys of its own; of one whose window is the
     model's own, only bits.
@@ -79,6 +91,7 @@ def head_choices(
         length: T, tokens in the cache.
         dtype: of exact numbers.
         methods: what is chosen; otherwise heads see all tokens, or have 16 bits.
+        group_size, recent: where far tokens are chosen.
     """
     first, found = 0, []
     for layer in calibration.layers:
@@ -93,7 +106,7 @@ def head_choices(
             narrow = [window for window in calibration.effects.windows if window + SINK_TOKENS < length]
             ways += [HeadChoice(window, some) for window in narrow for some in all_bits if some != 8]
         if "tokens" in methods and is_free:
-            ways += [HeadChoice(None, some, way, _group_size(length)) for way in range(len(WAYS)) for some in all_bits]
+            ways += [HeadChoice(None, some, way, group_size, recent) for way in range(len(WAYS)) for some in all_bits]
         for head in range(first, first + layer.shape.num_kv_heads):
             of_layer.append(
                 HeadChoices(
@@ -107,11 +120,6 @@ def head_choices(
     return found
 
 
-def _group_size(length: int) -> int:
-    """Tokens of a group where some stay: fewer in short contexts, so that less waits to be chosen."""
-    return 64 if length > 4096 else 32 if length > 2048 else 16
-
-
 def _loss(way: HeadChoice, calibration: Calibration, head: int) -> Tensor:
     loss = torch.zeros((), dtype=torch.float64)
     effects = calibration.effects
@@ -122,7 +130,7 @@ def _loss(way: HeadChoice, calibration: Calibration, head: int) -> Tensor:
         loss = loss + COPIES * effects.retrieval[row, head].clamp(min=0)
     if way.way is not None:
         assert calibration.tokens is not None
-        loss = loss + calibration.tokens.losses[head, way.way]
+        loss = loss + calibration.tokens.losses_with(way.recent)[head, way.way]
     if way.bits < 16:
         assert effects is not None
         rounding = effects.bits[head].clamp(min=0)

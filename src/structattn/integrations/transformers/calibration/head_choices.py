@@ -21,7 +21,7 @@ from structattn.spec.attention import AttentionSpec, parse_spec
 
 # Tokens of a group, and recent tokens that always stay, where far ones are chosen; all heads have the same.
 RECENT_TOKENS = tuple(
-    (group, recent) for group in (16, 32, 64) for recent in (64, 128, 256, 512) if recent >= 4 * group
+    (group, recent) for group in (16, 32, 64) for recent in (64, 128, 256) if recent >= 4 * group
 )
 _STEPS = 2**4 - 1, 2**8 - 1  # of numbers of 4 and of 8 bits: the square of their ratio is that of what they lose
 

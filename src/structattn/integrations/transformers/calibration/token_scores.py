@@ -59,7 +59,7 @@ class TokenScores:
             predictions, in nats per token, for each of ``WAYS``, where the last ``recent`` tokens stay
             too.
         recent: of ``losses``.
-        exponent: with r recent tokens they are (recent / r)^exponent times as large.
+        exponent: with r recent tokens, fewer than ``recent``, they are (recent / r)^exponent times as large.
     """
 
     scorers: tuple[Tensor, ...]
@@ -68,8 +68,10 @@ class TokenScores:
     exponent: float = EXPONENT
 
     def losses_with(self, recent: int) -> Tensor:
-        """``losses`` where another number of recent tokens stays."""
-        return self.losses * (self.recent / recent) ** self.exponent
+        """``losses`` where another number of recent tokens stays; with more than ``recent`` they are the same,
+        since texts of calibration are too short to say what more of them bring.
+        """
+        return self.losses * max(1.0, self.recent / recent) ** self.exponent
 
 
 @dataclass(eq=False)

@@ -368,10 +368,10 @@ class LlamaPrompt:
     """
 
     model: Any
-    label: str
+    label: str = BASELINE
     spec: str | None
     ids: Tensor
-    tolerances: dict[torch.dtype, float]
+    tolerances: dict[torch.dtype, float] = field(default_factory=lambda: WHOLE_MODEL)
 
     @torch.no_grad()
     def __call__(self) -> tuple[Tensor, Any]:

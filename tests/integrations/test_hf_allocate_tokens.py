@@ -101,7 +101,7 @@ def test_the_bytes_are_those_allocated(model, found, compression) -> None:
     changed = structurize(copy.deepcopy(model).bfloat16(), chosen)
     cache = level_cache(changed, max_length=LONG)
     changed(torch.randint(97, (1, LONG)), logits_to_keep=1, **{CACHE: cache})
-    assert cache.nbytes == chosen.nbytes
+    assert 0.8 * chosen.nbytes < cache.nbytes <= chosen.nbytes  # at its largest, just before a block is decided on
     storages = [storage for layer in chosen.storage for storage in (layer if isinstance(layer, list) else [layer])]
     assert any(storage is not None and storage.keep is not None for storage in storages)
 

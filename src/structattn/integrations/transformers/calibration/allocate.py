@@ -14,6 +14,7 @@ from structattn.checks import MAX_LENGTH, check_choice, check_number, check_size
 from structattn.errors import ConfigError
 from structattn.integrations.transformers.calibration.choices import choices
 from structattn.integrations.transformers.calibration.head_choices import (
+    LONG,
     RECENT_TOKENS,
     HeadChoices,
     head_choices,
@@ -186,7 +187,8 @@ def _by_heads(
     size = _BYTES if per_token is None else calibration.element_size
     best: tuple[float, list[list[HeadChoices]], list[int]] | None = None
     budget, plain, smallest = 0.0, 0.0, math.inf
-    for group_size, recent in RECENT_TOKENS if "tokens" in methods else RECENT_TOKENS[:1]:
+    sizes = [(group, recent) for group, recent in RECENT_TOKENS if group == RECENT_TOKENS[-1][0] or length <= LONG]
+    for group_size, recent in sizes if "tokens" in methods else sizes[:1]:
         of_layers = head_choices(
             calibration, length, dtype=_DTYPES[size], methods=methods, group_size=group_size, recent=recent
         )

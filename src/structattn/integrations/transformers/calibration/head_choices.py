@@ -20,9 +20,8 @@ from structattn.layout.levels import LevelLayout
 from structattn.spec.attention import AttentionSpec, parse_spec
 
 # Tokens of a group, and recent tokens that always stay, where far ones are chosen; all heads have the same.
-RECENT_TOKENS = tuple(
-    (group, recent) for group in (16, 32, 64) for recent in (64, 128, 256) if recent >= 4 * group
-)
+RECENT_TOKENS = tuple((group, recent) for group in (16, 32, 64) for recent in (64, 128, 256) if recent >= 4 * group)
+LONG = 4096  # in longer contexts groups of 64 lost less, at the same bytes, than what is expected of smaller ones
 _STEPS = 2**4 - 1, 2**8 - 1  # of numbers of 4 and of 8 bits: the square of their ratio is that of what they lose
 
 
@@ -151,10 +150,16 @@ def _allocated(
     layout = None
     if way.window is not None:
         layout = LevelLayout.sliding((head_dim,), (way.window,), "standard", sink_tokens=SINK_TOKENS)
-    cache = LevelCache(layout, window=window, storage=way.storage, max_length=length)
-    key, value = (torch.zeros(1, 1, length, dim, dtype=dtype) for dim in (head_dim, value_dim))
-    scores = None if way.way is None else torch.zeros(1, 1, length)
-    cache.append(key, value, token_scores=scores)
+    storage = way.storage
+    cache = LevelCache(layout, window=window, storage=storage, max_length=length)
+    pieces = [length]
+    if way.way is not None and isinstance(storage, Storage) and length >= storage.recent + storage.block:
+        # The most tokens are there just before a block is decided on.
+        rest = (length - storage.recent) % storage.block
+        pieces = [length - rest - storage.block, storage.block, rest]
+    for count in pieces:
+        key, value = (torch.zeros(1, 1, count, dim, dtype=dtype) for dim in (head_dim, value_dim))
+        cache.append(key, value, token_scores=None if way.way is None else torch.zeros(1, 1, count))
     return cache.nbytes
 
 

@@ -68,8 +68,8 @@ class TokenScores:
     exponent: float = EXPONENT
 
     def losses_with(self, recent: int) -> Tensor:
-        """``losses`` where another number of recent tokens stays; with more than ``recent`` they are the same,
-        since texts of calibration are too short to say what more of them bring.
+        """``losses`` where another number of recent tokens stays. With more than ``recent`` they are the
+        same, since texts of calibration are too short to say what more of them bring.
         """
         return self.losses * max(1.0, self.recent / recent) ** self.exponent
 

@@ -26,7 +26,7 @@ from structattn.integrations.transformers.caches.model_cache import CACHE
 from structattn.integrations.transformers.evaluation.texts import windows_of
 from structattn.progress import counted
 
-STEPS, AT_ONCE = 256, 16  # tokens after the context, in calls of so many
+STEPS, AT_ONCE = 256, 16  # tokens after the context, and tokens of a call
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 SOME = 256  # tokens whose logits are there at once
 

@@ -25,7 +25,7 @@ from structattn.integrations.transformers.evaluation.retrieval import retrieval_
 from structattn.integrations.transformers.evaluation.texts import windows_of
 from structattn.progress import counted
 
-STEPS, AT_ONCE = 256, 16  # tokens after the context, in calls of so many
+STEPS, AT_ONCE = 256, 16  # tokens after the context, and tokens of a call
 TIMES = (4, 8, 16)
 
 

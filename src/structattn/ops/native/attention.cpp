@@ -140,7 +140,7 @@ template <typename I>
 class Query {
  public:
   using P = Operand<I>;
-  using T = SumOf<P>;
+  using T = Sum<P>;
 
   Query(const Slices<T>& slices, const T* factors, bool is_stacked)
       : slices_(slices),
@@ -208,7 +208,7 @@ class Keys {
 template <typename P>
 class Weights {
  public:
-  using T = SumOf<P>;
+  using T = Sum<P>;
 
   Weights(bool has_columns, bool has_rows)
       : over_columns_(kIsPair<P> && has_columns ? kRows * kCols / 2 : 0),
@@ -260,10 +260,10 @@ void weigh(T* row, int64_t first, int64_t last, T* sums, int64_t size, T& most, 
 
 template <typename I>
 std::tuple<Tensor, Tensor> forward_of(const Tensor& q, const Tensor& k, const Tensor& v,
-                                      const Layout<Operand<I>>& layout, const Terms<SumOf<Operand<I>>>& terms,
+                                      const Layout<Operand<I>>& layout, const Terms<Sum<Operand<I>>>& terms,
                                       const std::vector<Span>& spans) {
   using P = Operand<I>;
-  using T = SumOf<P>;
+  using T = Sum<P>;
   using V = Vec<T>;
   constexpr int64_t W = V::size();
   const int64_t heads = q.size(1), share = heads / k.size(1), dim = layout.dim(), size = layout.value_dim();
@@ -362,9 +362,9 @@ template <typename I>
 std::tuple<Tensor, Tensor, Tensor> backward_of(const Tensor& grad_out, const Tensor& q, const Tensor& k,
                                                const Tensor& v, const Tensor& out, const Tensor& lse,
                                                const std::optional<Tensor>& grad_lse, const Layout<Operand<I>>& layout,
-                                               const Terms<SumOf<Operand<I>>>& terms, const std::vector<Span>& spans) {
+                                               const Terms<Sum<Operand<I>>>& terms, const std::vector<Span>& spans) {
   using P = Operand<I>;
-  using T = SumOf<P>;
+  using T = Sum<P>;
   using V = Vec<T>;
   constexpr int64_t W = V::size();
   const int64_t heads = q.size(1), groups = k.size(1), share = heads / groups, dim = layout.dim(),

@@ -284,7 +284,7 @@ void key_sums_by_numbers(const T* factor, int64_t size, const uint8_t* codes, co
     }
 }
 
-// f for codes of so many bits and for queries of three bytes, or of two.
+// f for codes of that number of bits and for queries of three bytes, or of two.
 template <typename F>
 auto by_bits(int64_t bits, bool is_wide, const F& f) {
   if (bits == 8) return is_wide ? f.template operator()<true, 3>() : f.template operator()<true, 2>();

@@ -75,7 +75,7 @@ inline __m256i bytes_of(__m512i x, __m512i y, int shift) {
                           _mm512_cvtepi32_epi8(_mm512_srli_epi32(x, shift)));
 }
 
-// The largest whole number of so many signed bytes: 2^23 - 2^16, and 2^15 - 2^8.
+// The largest whole number of three signed bytes, and of two: 2^23 - 2^16, and 2^15 - 2^8.
 template <int kPieces>
 constexpr float kMostSteps = kPieces == 3 ? 8323072.f : 32512.f;
 

@@ -42,14 +42,11 @@ constexpr bool kHasPairs = false;
 
 // What a number of a tensor is in products. 16 bits without instructions for them become float, tile by tile.
 template <typename I>
-using Operand = std::conditional_t<std::is_same_v<I, BFloat16> && kHasPairs, Pair,
-                                   std::conditional_t<std::is_same_v<I, double>, double, float>>;
+using Operand = std::conditional_t<std::is_same_v<I, BFloat16> && kHasPairs, Pair, Sum<I>>;
 template <typename P>
 constexpr bool kIsPair = std::is_same_v<P, Pair>;
 template <typename P>
 constexpr int64_t kDepth = kIsPair<P> ? 2 : 1;  // numbers of an operand
-template <typename P>
-using SumOf = std::conditional_t<kIsPair<P>, float, P>;
 // What is kept of a tensor in another order: its numbers, or pairs of them.
 template <typename I>
 using PackedAs = std::conditional_t<kIsPair<Operand<I>>, Pair, I>;

@@ -20,9 +20,9 @@ inline int64_t rounded(int64_t n, int64_t step) { return (n + step - 1) / step *
 // c[m][n] = factor times the sum over k of a[m am + k ak] b[k ldb + n], and of c where `add`; the last of N vectors has
 // `last` numbers where Partial.
 template <typename P, int M, int N, bool Partial>
-inline void block(int64_t depth, const P* a, int64_t am, int64_t ak, const P* b, int64_t ldb, SumOf<P>* c, int64_t ldc,
-                  bool add, SumOf<P> factor, int64_t last) {
-  using V = Vec<SumOf<P>>;
+inline void block(int64_t depth, const P* a, int64_t am, int64_t ak, const P* b, int64_t ldb, Sum<P>* c, int64_t ldc,
+                  bool add, Sum<P> factor, int64_t last) {
+  using V = Vec<Sum<P>>;
   constexpr int64_t W = V::size();
   V sum[M][N];
 #pragma GCC unroll 16
@@ -30,7 +30,7 @@ inline void block(int64_t depth, const P* a, int64_t am, int64_t ak, const P* b,
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) {
       if (!add)
-        sum[m][n] = V(SumOf<P>(0));
+        sum[m][n] = V(Sum<P>(0));
       else if (Partial && n == N - 1)
         sum[m][n] = V::loadu(c + m * ldc + n * W, last);
       else
@@ -71,9 +71,9 @@ inline void block(int64_t depth, const P* a, int64_t am, int64_t ak, const P* b,
 }
 
 template <typename P, int M>
-void columns(int64_t cols, int64_t depth, const P* a, int64_t am, int64_t ak, const P* b, int64_t ldb, SumOf<P>* c,
-             int64_t ldc, bool add, SumOf<P> factor) {
-  constexpr int64_t W = Vec<SumOf<P>>::size();
+void columns(int64_t cols, int64_t depth, const P* a, int64_t am, int64_t ak, const P* b, int64_t ldb, Sum<P>* c,
+             int64_t ldc, bool add, Sum<P> factor) {
+  constexpr int64_t W = Vec<Sum<P>>::size();
   int64_t n = 0;
   if constexpr (kIsWide && M <= kWideRows)
     for (; n + 4 * W <= cols; n += 4 * W)
@@ -90,8 +90,8 @@ void columns(int64_t cols, int64_t depth, const P* a, int64_t am, int64_t ak, co
 // apart.
 template <typename P>
 void product(int64_t rows, int64_t cols, int64_t depth, const P* a, int64_t am, int64_t ak, const P* b, int64_t ldb,
-             SumOf<P>* c, int64_t ldc, bool add, SumOf<P> factor = 1) {
-  constexpr int64_t W = Vec<SumOf<P>>::size();
+             Sum<P>* c, int64_t ldc, bool add, Sum<P> factor = 1) {
+  constexpr int64_t W = Vec<Sum<P>>::size();
   int64_t m = 0;
   if (cols <= W)  // one vector for each row: with kGroup sums alone, additions would wait for the ones before them
     for (; m + 2 * kGroup <= rows; m += 2 * kGroup) {
@@ -106,7 +106,7 @@ void product(int64_t rows, int64_t cols, int64_t depth, const P* a, int64_t am, 
                                               ? (left + 1) / 2
                                               : std::min(left, most);  // 10 are 5 and 5, not 8 and 2
     const P* from = a + m * am;
-    SumOf<P>* to = c + m * ldc;
+    Sum<P>* to = c + m * ldc;
     switch (some) {
       case 1:
         columns<P, 1>(cols, depth, from, am, ak, b, ldb, to, ldc, add, factor);

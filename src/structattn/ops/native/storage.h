@@ -11,10 +11,6 @@
 
 namespace structattn {
 
-// What numbers of 16 bits are computed in; others in their own type.
-template <typename S>
-using Sum = std::conditional_t<std::is_same_v<S, double>, double, float>;
-
 // Codes of quantized tokens: group m has positions m g ... (m + 1) g - 1. Of each page three tensors: codes (rows,
 // slots, dims, bytes), scales and zeros (rows, slots, numbers of a group).
 struct Quantized {

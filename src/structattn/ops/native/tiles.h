@@ -56,7 +56,7 @@ inline void pad(const BFloat16* x, int64_t stride, int64_t rows, const Slices<fl
 // product; as halves of pairs they would be rounded, and the products are multiplied.
 template <typename P>
 struct Layout {
-  using T = SumOf<P>;
+  using T = Sum<P>;
 
   int64_t levels;
   Slices<T> keys, values;
@@ -201,7 +201,7 @@ inline void add_scaled(Interval own, T before, T factor, const T* y, T* x) {
 template <typename P>
 class Tile {
  public:
-  using T = SumOf<P>;
+  using T = Sum<P>;
 
   int64_t from, cols, all;
 
@@ -466,8 +466,8 @@ class Tiles {
 // x (count, size), its rows `stride` apart, transposed by tiles of kCols rows: (tiles, depth, kCols), zero beyond the
 // last.
 template <typename I>
-void pack(const I* x, int64_t stride, int64_t count, const Slices<SumOf<Operand<I>>>& slices, PackedAs<I>* out) {
-  using T = SumOf<Operand<I>>;
+void pack(const I* x, int64_t stride, int64_t count, const Slices<Sum<Operand<I>>>& slices, PackedAs<I>* out) {
+  using T = Sum<Operand<I>>;
   constexpr int64_t S = kSquare<T>;
   const int64_t depth = slices.depth();
   std::vector<PackedAs<I>> row(kIsPair<Operand<I>> ? S * depth : 0);

@@ -101,9 +101,10 @@ def allocate(
     scores (``Storage(keep=...)``); with ``"bits"``, numbers that are far back have 16, 8 or 4 bits; with
     ``"heads"``, a key head keeps all tokens, or a window of recent ones and the first four. The loss of a
     choice is the head's part of the change of the predictions, as ``calibrate`` measured it; copies of far
-    text have a tenth of the weight. Where far tokens are chosen, the last 64, 128 or 256 always stay,
-    and groups have 16, 32 or 64 tokens: of these, those with the least loss, the same for all heads. With r
-    recent tokens the loss is (256 / r)^p times that with 256, with the p of the calibration.
+    text have a tenth of the weight. Where far tokens are chosen, the last 64, 128 or 256 always stay, and
+    groups have 16, 32 or 64 tokens (64 in contexts beyond 4,096): of these, those with the least loss, the
+    same for all heads. With r recent tokens the loss is (256 / r)^p times that with 256, with the p of the
+    calibration.
 
     With ``"levels"``, every layer gets two to five levels, of keys and of values, instead: level 1 keeps r_1
     and v_1 dimensions of all T tokens, level l others of one block of n_l tokens, so that a key/value head

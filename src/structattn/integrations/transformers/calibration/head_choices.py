@@ -52,7 +52,8 @@ class HeadChoice:
     def storage(self) -> Storage | None:
         """How its cache stores numbers."""
         if self.way is not None:
-            keep, block = (groups * self.group_size for groups in WAYS[self.way])
+            kept, of = WAYS[self.way]
+            keep, block = kept * self.group_size, (of if kept else 1) * self.group_size  # without a choice none wait
             residual = min(64, 2 * self.group_size)
             return Storage(self.bits, self.bits, self.group_size, residual, keep, block, self.recent)
         return None if self.bits == 16 else Storage(self.bits, self.bits)

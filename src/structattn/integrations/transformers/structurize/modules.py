@@ -312,6 +312,9 @@ def as_cached(model: nn.Module) -> Iterator[None]:
     Training does so always; a call in eval mode sees all tokens otherwise, as prompts do. Bits are not
     rounded. It changes nothing in a model whose cache keeps all tokens.
 
+    Raises:
+        ConfigError: of a call, whose rows are padded on the left, or packed, or divided among processes.
+
     Cost: a mask of all pairs, (B, H, T, T) bool, in each layer.
 
     Example:

@@ -406,6 +406,7 @@ def _prompt_case(label: str, shape: ModelShape, length: int, device: torch.devic
 
     def build() -> LlamaPrompt:
         model, ids = _model(shape, spec, length, device, dtype), _tokens(length, device)
+        _new_cache(model, spec, label)  # raises where its package is not here
         return LlamaPrompt(model=model, label=label, spec=spec, ids=ids, tolerances=_tolerances(label))
 
     layer = _layer_weights(shape)

@@ -62,7 +62,13 @@ def test_every_prompt_is_right() -> None:
     (group,) = bench.prompt_groups(torch.device("cpu"), torch.float32, shape=SHAPE, lengths=[256])
     flops = {}
     for case in group.cases:
-        for actual, expected in case.build().check():
-            assert relative_error(actual, expected) <= FORWARD[torch.float32]
         flops[case.label] = case.flops
+        try:
+            work = case.build()
+        except CaseUnavailableError:
+            assert case.label == bench.QUANTIZED  # the only variant that asks for a package more
+            continue
+        for actual, expected in work.check():
+            exact = bench.ROUNDED if case.label in (*bench.STORAGES, bench.QUANTIZED) else FORWARD
+            assert relative_error(actual, expected) <= exact[torch.float32]
     assert flops["mlr 8 levels, values"] < flops["mlr 8 levels"] < flops["one level"] == flops[bench.BASELINE]

@@ -101,9 +101,14 @@ def launch(folder: Path, *lists: tuple[int, list[dict[str, Any]]], seconds: floa
     return done.stderr
 
 
+def result_file(of: dict[str, Any], rank: int) -> Path:
+    """Of a process; it is missing where the process was killed."""
+    return Path(f"{of['folder']}.{rank}.json")
+
+
 def result(of: dict[str, Any], rank: int = 0) -> dict[str, Any]:
     """What a process has of a job: its history and test scores, or its error; empty where it was
     interrupted.
     """
-    found: dict[str, Any] = json.loads(Path(f"{of['folder']}.{rank}.json").read_text())
+    found: dict[str, Any] = json.loads(result_file(of, rank).read_text())
     return found

@@ -135,6 +135,8 @@ def test_fewer_recent_tokens_lose_more_by_a_power_that_is_measured(found) -> Non
     assert torch.equal(tokens.losses_with(256), tokens.losses)
     ratio = tokens.losses_with(64)[:, 0] / tokens.losses[:, 0]
     assert torch.allclose(ratio, torch.tensor(4**tokens.exponent, dtype=torch.float64))
+    each = torch.stack([tokens.losses_with(64 + more) for more in range(100)])  # as the block of a cache fills
+    assert torch.allclose(tokens.losses_with(64, 100), each.mean(dim=0))
 
 
 @pytest.mark.parametrize("compression", [3, 10])

@@ -14,7 +14,6 @@ from structattn.checks import MAX_LENGTH, check_choice, check_number, check_size
 from structattn.errors import ConfigError
 from structattn.integrations.transformers.calibration.choices import choices
 from structattn.integrations.transformers.calibration.head_choices import (
-    LONG,
     RECENT_TOKENS,
     HeadChoices,
     head_choices,
@@ -102,9 +101,9 @@ def allocate(
     ``"heads"``, a key head keeps all tokens, or a window of recent ones and the first four. The loss of a
     choice is the head's part of the change of the predictions, as ``calibrate`` measured it; copies of far
     text have a tenth of the weight. Where far tokens are chosen, the last 64, 128 or 256 always stay, and
-    groups have 16, 32 or 64 tokens (64 in contexts beyond 4,096): of these, those with the least loss, the
-    same for all heads. With r recent tokens the loss is (256 / r)^p times that with 256, with the p of the
-    calibration.
+    groups have 16, 32 or 64 tokens: of these, those with the least loss, the same for all heads. With r
+    recent tokens the loss is (256 / r)^p times that with 256, with the p of the calibration; tokens of a
+    block that is not decided on are recent too.
 
     With ``"levels"``, every layer gets two to five levels, of keys and of values, instead: level 1 keeps r_1
     and v_1 dimensions of all T tokens, level l others of one block of n_l tokens, so that a key/value head
@@ -188,8 +187,7 @@ def _by_heads(
     size = _BYTES if per_token is None else calibration.element_size
     best: tuple[float, list[list[HeadChoices]], list[int]] | None = None
     budget, plain, smallest = 0.0, 0.0, math.inf
-    sizes = [(group, recent) for group, recent in RECENT_TOKENS if group == RECENT_TOKENS[-1][0] or length <= LONG]
-    for group_size, recent in sizes if "tokens" in methods else sizes[:1]:
+    for group_size, recent in RECENT_TOKENS if "tokens" in methods else RECENT_TOKENS[:1]:
         of_layers = head_choices(
             calibration, length, dtype=_DTYPES[size], methods=methods, group_size=group_size, recent=recent
         )

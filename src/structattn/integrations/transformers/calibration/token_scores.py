@@ -59,7 +59,7 @@ class TokenScores:
             predictions, in nats per token, for each of ``WAYS``, where the last ``recent`` tokens stay
             too.
         recent: of ``losses``.
-        exponent: with r recent tokens, fewer than ``recent``, they are (recent / r)^exponent times as large.
+        exponent: with r recent tokens they are (recent / r)^exponent times as large.
     """
 
     scorers: tuple[Tensor, ...]
@@ -67,11 +67,12 @@ class TokenScores:
     recent: int = RECENT
     exponent: float = EXPONENT
 
-    def losses_with(self, recent: int) -> Tensor:
-        """``losses`` where another number of recent tokens stays. With more than ``recent`` they are the
-        same, since texts of calibration are too short to say what more of them bring.
+    def losses_with(self, recent: int, waiting: int = 1) -> Tensor:
+        """``losses`` where another number of recent tokens stays, and as many more as have come since a block
+        was decided on: from 0 to fewer than ``waiting``, each as often.
         """
-        return self.losses * max(1.0, self.recent / recent) ** self.exponent
+        stay = recent + torch.arange(waiting, dtype=torch.float64)
+        return self.losses * ((self.recent / stay) ** self.exponent).mean()
 
 
 @dataclass(eq=False)

@@ -164,7 +164,7 @@ def test_rows_move_and_tokens_go_back(bits) -> None:
     more = _calls([1] * 40, seed=5)
     out = _attend(cache, more)
     flipped = [tuple(x.flip(0) for x in call) for call in more]
-    assert torch.equal(_attend(swapped, flipped).flip(0), out)
+    torch.testing.assert_close(_attend(swapped, flipped).flip(0), out, rtol=0, atol=1e-12)  # threads divide rows
 
     length = cache.length
     cropped = copy.deepcopy(cache)

@@ -335,13 +335,19 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("padding", [None, [0, 21]])
 @pytest.mark.parametrize("layout", [None, sa.LevelLayout((12,), (8,), "paper")])
+@pytest.mark.parametrize("value_heads", [2, 1])
+@pytest.mark.parametrize("is_compiled", [True, False])
 def test_a_prompt_in_several_pieces_reads_what_single_tokens_read(
-    layout, padding, monkeypatch: pytest.MonkeyPatch
+    is_compiled, value_heads, layout, padding, monkeypatch: pytest.MonkeyPatch, built
 ) -> None:
-    """Many queries at once over what all of them read as codes, and few over the rest."""
+    """All queries in one call of the C++ code; without it many at once over what all of them read as codes,
+    and few over the rest.
+    """
     monkeypatch.setattr("structattn.cache.over_quantized._PROMPT_QUERIES", 24)
+    if not is_compiled:
+        monkeypatch.setattr("structattn.cache.over_quantized.library.is_here", lambda _: False)
     torch.manual_seed(0)
-    q, k, v = (torch.randn(2, heads, 120, 12, dtype=torch.float64) for heads in (4, 2, 2))
+    q, k, v = (torch.randn(2, heads, 120, 12, dtype=torch.float64) for heads in (4, 2, value_heads))
     options = {"storage": sa.Storage(4, 8, group_size=8, residual=10), "left_padding": padding}
     whole, single = sa.LevelCache(layout, **options), sa.LevelCache(layout, **options)
     found = torch.cat([whole.attend(*(x[:, :, part] for x in (q, k, v))) for part in (slice(100), slice(100, 120))], 2)

@@ -44,7 +44,7 @@ def over_dense(
     chunk_size: int | None = None,
 ) -> Tensor:
     """``structured_attention`` for keys and values that may have different numbers of heads."""
-    k, v = _of_equal_heads(k, v)
+    k, v = of_equal_heads(k, v)
     check_tensors(q, k, v)
     attention: Callable[..., Tensor] = structured_attention
     if chunk_size is not None:
@@ -66,7 +66,7 @@ def over_dense(
     )
 
 
-def _of_equal_heads(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def of_equal_heads(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values with the same number of heads, which divides that of the queries, as both do."""
     heads = math.lcm(k.shape[1], v.shape[1])
     k, v = (x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
@@ -78,7 +78,7 @@ def plain_with_lse(q: Tensor, k: Tensor, v: Tensor, options: ScoreTerms, *, is_c
     log-sum-exp of the scores, (B, H, T).
     """
     return structured_attention(
-        q, *_of_equal_heads(k, v), None, is_causal=is_causal, scale=options.scale, return_lse=True
+        q, *of_equal_heads(k, v), None, is_causal=is_causal, scale=options.scale, return_lse=True
     )
 
 

@@ -699,10 +699,10 @@ class Contents:
             values: of all tokens, that are summed.
         """
         assert self.storage is not None
-        out = q.new_empty((*q.shape[:3], values.shape[3]))
+        outs = []
         for number, (_, batch, pad) in enumerate(self.rows):
             quantize = partial(self._quantize_row, number, batch, pad, keys=keys, values=stored_values)
-            out[batch] = over_quantized(
+            of_rows = over_quantized(
                 q[batch],
                 keys[batch],
                 values[batch],
@@ -715,7 +715,8 @@ class Contents:
                 chunk_size=self.chunk_size,
                 backend=backend,
             )
-        return out
+            outs.append(of_rows)
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
 
     def _quantize(self, length: int, k: Tensor | None = None, v: Tensor | None = None) -> None:
         """Quantizes what a query reads so that is the last of ``length`` tokens, from those so far and new

@@ -6,15 +6,18 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from structattn.cache.attend import over_dense, plain_with_lse
+from structattn.cache.attend import of_equal_heads, over_dense, plain_with_lse
 from structattn.cache.storage import Storage
 from structattn.errors import ConfigError
 from structattn.layout.global_window import Layout
 from structattn.layout.levels import LevelLayout
 from structattn.ops import Backend
 from structattn.ops.joined_softmax import joined_softmax
+from structattn.ops.native import backend as native
+from structattn.ops.native import library
 from structattn.ops.terms import ScoreTerms
 
 # Queries of a prompt that are computed together: few calls, and little that is copied.
@@ -66,7 +69,8 @@ def over_quantized(
     if is_quick and count >= storage.group_size:
         if isinstance(layout, LevelLayout):  # the same factor for all dimensions
             options = replace(options, scale=layout.whole_factors(options.scale)[0])
-        return _over_all(q, keys, values, options, quantize, storage=storage, pad=pad)
+        over_all = _over_both if library.is_here(q) else _over_all
+        return over_all(q, keys, values, options, quantize, storage=storage, pad=pad)
     out = q.new_empty((*q.shape[:3], values.shape[3]))
     while first < length:
         exact = storage.first_exact(first - pad)
@@ -92,6 +96,35 @@ def over_quantized(
 def _is_plain(layout: Layout | None) -> bool:
     """Whether a layout has one level, without a window."""
     return layout is None or (isinstance(layout, LevelLayout) and layout.num_levels == 1 and not layout.windows)
+
+
+def _over_both(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    options: ScoreTerms,
+    quantize: Callable[[int], None],
+    *,
+    storage: Storage,
+    pad: int,
+) -> Tensor:
+    """As ``_over_all``, in one call: the keys are all that any query reads as codes, and after them the exact
+    ones, of which each query sees its part.
+    """
+    length = keys.shape[2]
+    past = length - q.shape[2]
+    first = max(past, pad)
+    if first == length:
+        return q.new_zeros((*q.shape[:3], values.shape[3]))
+    low, end = (pad + storage.first_exact(position - pad) for position in (first, length - 1))
+    exact = [x[:, :, low:].clone() for x in (keys, values)]
+    quantize(length - 1 - pad)
+    both = (torch.cat([x[:, :, pad:end], own], dim=2) for x, own in zip((keys, values), exact, strict=True))
+    ends = torch.tensor([storage.first_exact(position) for position in range(first - pad, length - pad)])
+    starts = ends + (end - low)
+    query = q[:, :, first - past :]
+    out = native.over_two_ranges(query, *of_equal_heads(*both), ends, starts, options.scale)
+    return F.pad(out, (0, 0, first - past, 0)) if first > past else out  # padding has no output
 
 
 def _over_all(

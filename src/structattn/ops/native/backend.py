@@ -155,6 +155,38 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     return result
 
 
+def over_two_ranges(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, starts: Tensor, scale: float | None) -> Tensor:
+    """Plain attention in which query t sees the keys before ends[t] and those from starts[t] to its own, in
+    one softmax; no gradients.
+
+    Args:
+        q: (B, H, T, D); the last queries belong to the last keys.
+        k, v: (B, G, S, D) and (B, G, S, V).
+        ends, starts: (T,) whole numbers, with ends[t] <= starts[t] <= S - T + t.
+        scale: of the scores; ``None``: D^-1/2.
+
+    Returns:
+        (B, H, T, V), in q's dtype.
+    """
+    batch, num_queries, num_keys, dim = q.shape[0], q.shape[2], k.shape[2], q.shape[3]
+    first = num_keys - num_queries
+    after = torch.arange(first + 1, num_keys + 1)
+    limits = [torch.stack([starts, after]), torch.stack([torch.zeros_like(ends), ends])]  # the latter as sink tokens
+    per_level, per_count = LevelLayout((dim,), (1,)).score_factors(scale)
+    out: Tensor = torch.ops.structattn_native.forward(
+        *(_rows(x) for x in (q, k, v)),
+        torch.tensor([[row, 0, 0, num_queries, num_keys, first] for row in range(batch)]),
+        (dim,),
+        (v.shape[3],),
+        per_level,
+        per_count,
+        torch.stack(limits, 1).int(),
+        first,
+        *(0.0, None, None, None),
+    )[0]
+    return out
+
+
 def backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,

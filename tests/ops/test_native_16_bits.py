@@ -128,6 +128,27 @@ def test_every_option(case, seed: int, dtype: torch.dtype) -> None:
         torch.testing.assert_close(a.detach().double(), b.detach(), rtol=0, atol=0.02 * (1 + largest))
 
 
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32, torch.float64])
+@pytest.mark.parametrize("of_bias", [*DTYPES, torch.float32, torch.float64])
+def test_a_bias_of_16_bits_is_read_as_it_is(dtype: torch.dtype, of_bias: torch.dtype) -> None:
+    """Also keys that are not neighbours, and rows that all heads share."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 90, 16).to(dtype) for _ in range(3))
+    bias = torch.randn(2, 1, 90, 90).to(of_bias).masked_fill(torch.rand(90, 90) < 0.2, -torch.inf)
+    expected = sa.structured_attention(q, k, v, backend="native", attn_bias=bias.to(torch.float64))
+    for own in (bias, bias.mT.contiguous().mT):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            out = sa.structured_attention(q, k, v, backend="native", attn_bias=own)
+        assert torch.equal(out, expected)
+        copies = any(event.name == "aten::_to_copy" for event in profile.events())
+        assert copies == (of_bias not in DTYPES and not is_sum(of_bias, dtype))
+
+
+def is_sum(dtype: torch.dtype, of: torch.dtype) -> bool:
+    """Whether numbers of a dtype are added up in another."""
+    return dtype == (torch.float64 if of == torch.float64 else torch.float32)
+
+
 @pytest.mark.parametrize("size", [1e-30, 1e-6, 30.0, 3e4])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_it_is_finite_where_pytorchs_kernel_is(dtype: torch.dtype, size: float) -> None:

@@ -120,10 +120,12 @@ def _terms(
     """What is added to scores, as the C++ code takes it: the soft cap (0 for none), slopes, bias and mask."""
     size = (*q.shape[:3], k.shape[2])
     slopes, bias, mask = call.terms.alibi_slopes, call.terms.attn_bias, call.terms.attn_mask
+    if bias is not None and bias.dtype not in (dtype, torch.float16, torch.bfloat16):
+        bias = bias.to(dtype)
     return (
         call.terms.softcap or 0.0,
         None if slopes is None else slopes.detach().to(dtype),
-        None if bias is None else bias.detach().to(dtype).expand(size),
+        None if bias is None else bias.detach().expand(size),
         None if mask is None else mask.expand(size),
     )
 

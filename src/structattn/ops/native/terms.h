@@ -5,6 +5,7 @@
 
 #include <limits>
 #include <optional>
+#include <variant>
 
 namespace structattn {
 
@@ -24,21 +25,30 @@ struct Pairs {
   }
 };
 
+// Numbers that are added to scores, which may have fewer bits than these.
+template <typename T>
+using Bias = std::variant<Pairs<T>, Pairs<Half>, Pairs<BFloat16>>;
+
+template <typename T>
+Bias<T> bias_of(const std::optional<Tensor>& x) {
+  if (x.has_value() && x->dtype() == dtype_of<Half>()) return Pairs<Half>(x);
+  if (x.has_value() && x->dtype() == dtype_of<BFloat16>()) return Pairs<BFloat16>(x);
+  return Pairs<T>(x);
+}
+
 template <typename T>
 class Terms {
  public:
   Terms(double softcap, const std::optional<Tensor>& slopes, const std::optional<Tensor>& bias,
         const std::optional<Tensor>& mask)
-      : cap_(static_cast<T>(softcap)), bias_(bias), mask_(mask) {
+      : cap_(static_cast<T>(softcap)), has_bias_(bias.has_value()), bias_(bias_of<T>(bias)), mask_(mask) {
     if (!slopes.has_value()) return;
     slopes_ = slopes->const_data_ptr<T>();
     slope_batch_ = slopes->size(0) > 1 ? slopes->stride(0) : 0, slope_head_ = slopes->stride(1);
   }
 
   bool has_softcap() const { return cap_ > 0; }
-  bool is_empty() const {
-    return !has_softcap() && slopes_ == nullptr && bias_.data == nullptr && mask_.data == nullptr;
-  }
+  bool is_empty() const { return !has_softcap() && slopes_ == nullptr && !has_bias_ && mask_.data == nullptr; }
 
   // Scores of the rows of a tile, whose first query is `first`. `slope`, where it is given, becomes the derivative of
   // the soft cap.
@@ -62,13 +72,8 @@ class Terms {
         const int64_t ahead = span.position + first + i - tile.from;
         for (int64_t c = 0; c < tile.cols; ++c) row[c] -= own * static_cast<T>(std::abs(ahead - c));
       }
-      if (bias_.data != nullptr) {
-        const T* x = bias_.at(span.row, head, span.query + first + i, span.key + tile.from);
-        if (bias_.key == 1)
-          for (int64_t c = 0; c < tile.cols; ++c) row[c] += x[c];
-        else
-          for (int64_t c = 0; c < tile.cols; ++c) row[c] += x[c * bias_.key];
-      }
+      if (has_bias_)
+        std::visit([&](const auto& bias) { add_row(bias, span, head, first + i, tile.from, tile.cols, row); }, bias_);
       if (mask_.data != nullptr) {
         const bool* x = mask_.at(span.row, head, span.query + first + i, span.key + tile.from);
         for (int64_t c = 0; c < tile.cols; ++c)
@@ -78,10 +83,21 @@ class Terms {
   }
 
  private:
+  template <typename B>
+  static void add_row(const Pairs<B>& bias, const Span& span, int64_t head, int64_t query, int64_t from, int64_t cols,
+                      T* row) {
+    const B* x = bias.at(span.row, head, span.query + query, span.key + from);
+    if (bias.key == 1)
+      for (int64_t c = 0; c < cols; ++c) row[c] += static_cast<T>(x[c]);
+    else
+      for (int64_t c = 0; c < cols; ++c) row[c] += static_cast<T>(x[c * bias.key]);
+  }
+
   T cap_;
+  bool has_bias_;
   const T* slopes_ = nullptr;
   int64_t slope_batch_ = 0, slope_head_ = 0;
-  Pairs<T> bias_;
+  Bias<T> bias_;
   Pairs<bool> mask_;
 };
 

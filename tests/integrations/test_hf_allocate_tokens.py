@@ -11,7 +11,7 @@ from structattn.errors import ConfigError
 from structattn.integrations.transformers import allocate, calibrate, level_cache, load_structurized, structurize
 from structattn.integrations.transformers.caches.model_cache import CACHE
 from structattn.integrations.transformers.calibration import allocate as allocate_module
-from structattn.integrations.transformers.calibration.head_choices import RECENT_TOKENS
+from structattn.integrations.transformers.calibration.head_choices import GROUP_SIZES, RECENT_TOKENS
 from structattn.integrations.transformers.calibration.record import Calibration
 from structattn.integrations.transformers.calibration.token_scores import WAYS, _plain_weights, _ways
 from structattn.integrations.transformers.masks.structured_mask import Sequences
@@ -107,13 +107,14 @@ def test_the_bytes_are_those_allocated(model, found, compression) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("recent_tokens", [None, (16, 64), (16, 128)])
+@pytest.mark.parametrize("recent_tokens", [None, 64, 128])
 def test_a_model_loses_what_is_expected(model, found, texts, monkeypatch, recent_tokens) -> None:
     """Within a factor of three, whatever number of recent tokens stays; and a prompt attends to all of its
     tokens.
     """
     if recent_tokens is not None:
         monkeypatch.setattr(allocate_module, "RECENT_TOKENS", (recent_tokens,))
+        monkeypatch.setattr(allocate_module, "GROUP_SIZES", (16,))
     chosen = allocate(found, compression=2, context_length=LENGTH, methods=("tokens",))
     changed = structurize(copy.deepcopy(model), chosen)
     ids = texts[3:]
@@ -139,19 +140,24 @@ def test_fewer_recent_tokens_lose_more_by_a_power_that_is_measured(found) -> Non
     assert torch.allclose(tokens.losses_with(64, 100), each.mean(dim=0))
 
 
-@pytest.mark.parametrize("compression", [3, 10])
-def test_the_recent_tokens_that_lose_least_are_chosen(found, monkeypatch, compression) -> None:
+@pytest.mark.parametrize(("compression", "recent"), [(3, 256), (10, 256), (19, 128), (25, 64)])
+def test_as_many_recent_tokens_stay_as_fit_and_the_groups_that_lose_least(
+    found, monkeypatch, compression, recent
+) -> None:
     chosen = allocate(found, compression=compression, context_length=LONG)
     losses = {}
-    for recent_tokens in RECENT_TOKENS:
-        monkeypatch.setattr(allocate_module, "RECENT_TOKENS", (recent_tokens,))
-        with contextlib.suppress(ConfigError):  # what always stays may be more than the budget
-            losses[recent_tokens] = allocate(found, compression=compression, context_length=LONG).expected_loss
-    assert len(losses) > 3
-    assert chosen.expected_loss == min(losses.values()) < max(losses.values())
+    for size in ((recent, group_size) for recent in RECENT_TOKENS for group_size in GROUP_SIZES):
+        monkeypatch.setattr(allocate_module, "RECENT_TOKENS", size[:1])
+        monkeypatch.setattr(allocate_module, "GROUP_SIZES", size[1:])
+        if size[0] >= 4 * size[1]:
+            with contextlib.suppress(ConfigError):  # what always stays may be more than the budget
+                losses[size] = allocate(found, compression=compression, context_length=LONG).expected_loss
+    assert max(size[0] for size in losses) == recent
+    of_recent = {size: loss for size, loss in losses.items() if size[0] == recent}
+    assert chosen.expected_loss == min(of_recent.values())
     storages = [storage for layer in chosen.storage for storage in (layer if isinstance(layer, list) else [layer])]
-    sizes = {(storage.group_size, storage.recent) for storage in storages if storage and storage.keep is not None}
-    assert sizes == {min(losses, key=losses.get)}
+    sizes = {(storage.recent, storage.group_size) for storage in storages if storage and storage.keep is not None}
+    assert sizes == {min(of_recent, key=of_recent.get)}
 
 
 def test_files_of_before_say_nothing_of_recent_tokens(found, tmp_path) -> None:

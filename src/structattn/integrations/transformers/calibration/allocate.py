@@ -14,6 +14,7 @@ from structattn.checks import MAX_LENGTH, check_choice, check_number, check_size
 from structattn.errors import ConfigError
 from structattn.integrations.transformers.calibration.choices import choices
 from structattn.integrations.transformers.calibration.head_choices import (
+    GROUP_SIZES,
     RECENT_TOKENS,
     HeadChoices,
     head_choices,
@@ -100,10 +101,10 @@ def allocate(
     scores (``Storage(keep=...)``); with ``"bits"``, numbers that are far back have 16, 8 or 4 bits; with
     ``"heads"``, a key head keeps all tokens, or a window of recent ones and the first four. The loss of a
     choice is the head's part of the change of the predictions, as ``calibrate`` measured it; copies of far
-    text have a tenth of the weight. Where far tokens are chosen, the last 64, 128 or 256 always stay, and
-    groups have 16, 32 or 64 tokens: of these, those with the least loss, the same for all heads. With r
-    recent tokens the loss is (256 / r)^p times that with 256, with the p of the calibration; tokens of a
-    block that is not decided on are recent too.
+    text have a tenth of the weight. Where far tokens are chosen, the last 256 always stay, or 128 or 64
+    where more do not fit, and groups have 16, 32 or 64 tokens, with the least loss; all heads have the same.
+    With r recent tokens the loss is (256 / r)^p times that with 256, with the p of the calibration; tokens of
+    a block that is not decided on are recent too.
 
     With ``"levels"``, every layer gets two to five levels, of keys and of values, instead: level 1 keeps r_1
     and v_1 dimensions of all T tokens, level l others of one block of n_l tokens, so that a key/value head
@@ -186,8 +187,11 @@ def _by_heads(
 ) -> Allocation:
     size = _BYTES if per_token is None else calibration.element_size
     best: tuple[float, list[list[HeadChoices]], list[int]] | None = None
-    budget, plain, smallest = 0.0, 0.0, math.inf
-    for group_size, recent in RECENT_TOKENS if "tokens" in methods else RECENT_TOKENS[:1]:
+    budget, plain, smallest, best_recent = 0.0, 0.0, math.inf, 0
+    sizes = [(group_size, recent) for recent in RECENT_TOKENS for group_size in GROUP_SIZES if recent >= 4 * group_size]
+    for group_size, recent in sizes if "tokens" in methods else sizes[:1]:
+        if best is not None and recent < best_recent:
+            break
         of_layers = head_choices(
             calibration, length, dtype=_DTYPES[size], methods=methods, group_size=group_size, recent=recent
         )
@@ -200,7 +204,7 @@ def _by_heads(
             continue
         loss = sum(float(group.losses[number]) for group, number in zip(groups, chosen, strict=True))
         if best is None or loss < best[0]:
-            best = loss, of_layers, chosen
+            best, best_recent = (loss, of_layers, chosen), recent
     if best is None:
         names = " and ".join(method for method in get_args(Method) if method in methods)
         raise _too_small(f"choice of {names} gives", budget, plain, smallest, length)

@@ -19,9 +19,11 @@ from structattn.integrations.transformers.calibration.token_scores import WAYS
 from structattn.layout.levels import LevelLayout
 from structattn.spec.attention import AttentionSpec, parse_spec
 
-# Tokens of a group, and recent tokens that always stay, where far ones are chosen; all heads have the same.
-# With more than 256 more was lost than is expected: at 8,192 tokens more than with 256 at the same bytes.
-RECENT_TOKENS = tuple((group, recent) for group in (16, 32, 64) for recent in (64, 128, 256) if recent >= 4 * group)
+# Recent tokens that always stay where far ones are chosen, and tokens of a group; all heads have the same.
+# Fewer recent ones are taken only where more do not fit: more was lost with them than is expected. So it was
+# with more than 256: at 8,192 tokens 512 lost more than 256 at the same bytes.
+RECENT_TOKENS = (256, 128, 64)
+GROUP_SIZES = (64, 32, 16)
 _STEPS = 2**4 - 1, 2**8 - 1  # of numbers of 4 and of 8 bits: the square of their ratio is that of what they lose
 
 

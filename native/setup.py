@@ -26,7 +26,7 @@ class CompileCode(build_py):
         folder = (ROOT if self.editable_mode else Path(self.build_lib)) / "structattn_native"
         compiler = load_compiler()
         try:
-            compiler.compile_in(folder, *(("avx512_bf16", "avx512", "avx2") if IS_X86 else ("baseline",)))
+            compiler.compile_in(folder, *(("amx_bf16", "avx512_bf16", "avx512", "avx2") if IS_X86 else ("baseline",)))
         except compiler.CompilationError as error:
             raise CompileError(
                 f"{error}\nSo structattn-native is not installed. structattn works without it, only slower on a CPU."

@@ -122,7 +122,8 @@ def test_installed_from_the_sdist(sdist: Path, tmp_path: Path) -> None:
     assert "Root-Is-Purelib: false" in wheel
     assert "Tag: py3-none-" in wheel
     installed = site / "structattn_native"
-    instructions = ("avx512_bf16", "avx512", "avx2") if platform.machine() == "x86_64" else ("baseline",)
+    x86 = ("amx_bf16", "avx512_bf16", "avx512", "avx2")
+    instructions = x86 if platform.machine() == "x86_64" else ("baseline",)
     names = [compiler.library_name(each) for each in instructions]
     assert {path.name for path in installed.iterdir()} - {"__pycache__"} == {"__init__.py", *names}
     paths = os.pathsep.join([str(site), str(ROOT / "src")])

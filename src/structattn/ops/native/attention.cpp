@@ -290,6 +290,7 @@ std::tuple<Tensor, Tensor> forward_of(const Tensor& q, const Tensor& k, const Te
         work.push_back({static_cast<int64_t>(n), h, (i % 2 ? tiles - 1 - i / 2 : i / 2) * kRows});
   }
   parallel_for(static_cast<int64_t>(work.size()), [&](int64_t begin, int64_t end) {
+    const RegistersFor<P> registers;
     std::vector<T> score(kRows * kCols), sums(kRows * size), most(kRows), total(kRows * W);
     Query<I> query(layout.keys, layout.per_dim.data(), false);
     Keys<I> tile_keys(dim * kCols), tile_values(size * kCols);
@@ -398,6 +399,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_of(const Tensor& grad_out, const Ten
   const T* const lses = lse.const_data_ptr<T>();
   const T* const grad_lses = grad_lse.has_value() ? grad_lse->const_data_ptr<T>() : nullptr;
   parallel_for(pairs * splits, [&](int64_t begin, int64_t end) {
+    const RegistersFor<P> registers;
     std::vector<T> weight(kRows * kCols), change(kRows * kCols), sums(kRows * dim), shift(kRows), drop(kRows),
         slope(terms.has_softcap() ? kRows * kCols : 0);
     // Of a sequence and its key head: keys and values as `pack` and `stack` make them, and the gradients as `pack`

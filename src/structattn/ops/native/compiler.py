@@ -6,6 +6,7 @@ the standard library only.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import platform
@@ -27,6 +28,7 @@ _OPTIMIZED = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-std=c++20", "-fP
 # A library for each set of vector instructions, which decide how long a vector is; the widest first.
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c")
 INSTRUCTIONS = {
+    "amx_bf16": (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),  # products of blocks of such pairs
     "avx512_bf16": (*_AVX512, "-mavx512bf16"),  # products of pairs of bfloat16 numbers
     "avx512": _AVX512,
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
@@ -34,12 +36,17 @@ INSTRUCTIONS = {
 }
 # By their names in /proc/cpuinfo.
 _AVX2 = {"avx2", "fma", "f16c"}
+_AVX512_NAMES = {"avx512f", "avx512bw", "avx512vl", "avx512dq"} | _AVX2
 _NEEDED = {
-    "avx512_bf16": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"} | _AVX2,
-    "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"} | _AVX2,
+    "amx_bf16": {"amx_tile", "amx_bf16", "avx512_bf16"} | _AVX512_NAMES,
+    "avx512_bf16": {"avx512_bf16"} | _AVX512_NAMES,
+    "avx512": _AVX512_NAMES,
     "avx2": _AVX2,
     "baseline": set[str](),
 }
+# The request of a process for the tile registers of AMX: the number of the system call on x86-64, and its two
+# arguments, ARCH_REQ_XCOMP_PERM and XFEATURE_XTILEDATA.
+_ASK_FOR_TILES = (158, 0x1023, 18)
 # The library has the functions that PyTorch's own library exports. Its name is all that the linker is told of
 # that, so that compiling needs no PyTorch; nothing is exported, and nothing says where PyTorch is.
 _TORCH = "libtorch_cpu.so"
@@ -57,13 +64,26 @@ def flags(instructions: str) -> list[str]:
     return [*_OPTIMIZED, *INSTRUCTIONS[instructions], *links]
 
 
+def _may_use_tiles() -> bool:
+    """Asks Linux to let this process use the tile registers of AMX, and says whether it does. To ask again
+    changes nothing. Containers and older kernels refuse what the CPU has.
+    """
+    try:
+        return ctypes.CDLL(None).syscall(*map(ctypes.c_long, _ASK_FOR_TILES)) == 0
+    except (OSError, AttributeError):  # a Python that is linked statically has no C library to call
+        return False
+
+
 def instructions_here() -> list[str]:
-    """The names in ``INSTRUCTIONS`` that this machine can run, the widest first."""
+    """The names in ``INSTRUCTIONS`` that this machine can run, the widest first. Where the CPU has AMX, this
+    process may use it from then on.
+    """
     found: set[str] = set()
     if platform.machine() == "x86_64" and sys.platform == "linux":
         with open("/proc/cpuinfo", encoding="ascii", errors="replace") as lines:  # noqa: PTH123
             found.update(next((line for line in lines if line.startswith("flags")), "").split())
-    return [name for name, needed in _NEEDED.items() if needed <= found]
+    here = [name for name, needed in _NEEDED.items() if needed <= found]
+    return here if "amx_bf16" not in here or _may_use_tiles() else [name for name in here if name != "amx_bf16"]
 
 
 def sources() -> list[Path]:

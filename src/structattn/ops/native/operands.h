@@ -30,6 +30,7 @@ struct Vec<Pair> {
     out.raw = _mm512_maskz_loadu_epi32((1u << count) - 1, x);
     return out;
   }
+  void store(Pair* x) const { _mm512_storeu_si512(x, raw); }
 };
 
 // c + the products of both numbers.

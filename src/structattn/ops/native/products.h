@@ -2,6 +2,7 @@
 // made of.
 #pragma once
 
+#include "amx_products.h"
 #include "operands.h"
 
 #include <algorithm>
@@ -14,6 +15,11 @@ constexpr bool kIsWide = kVectorBytes == 64;  // AVX-512, which has 32 registers
 // Rows that are computed together: their sums fit into the registers, with 2 vectors each; with 4 for the second
 // number, on AVX-512 only.
 constexpr int64_t kGroup = kIsWide ? 8 : 6, kWideRows = 6;
+
+// Rows of a tile of queries and keys that are computed together in the columns that any of them sees: those of a block
+// of vectors, or of a tile register.
+template <typename P>
+constexpr int64_t kRowGroup = kUsesAmx<P> ? 16 : kGroup;
 
 inline int64_t rounded(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
@@ -91,6 +97,21 @@ void columns(int64_t cols, int64_t depth, const P* a, int64_t am, int64_t ak, co
 template <typename P>
 void product(int64_t rows, int64_t cols, int64_t depth, const P* a, int64_t am, int64_t ak, const P* b, int64_t ldb,
              Sum<P>* c, int64_t ldc, bool add, Sum<P> factor = 1) {
+#if defined(STRUCTATTN_HAS_AMX)
+  if constexpr (kUsesAmx<P>) {
+    if (amx::fits(rows, cols, depth, am, ak)) {  // the rows and columns that fill no register are left to vectors
+      const int64_t whole_rows = rows / amx::kRows * amx::kRows, whole_cols = cols / amx::kNumbers * amx::kNumbers;
+      amx::product(whole_rows, whole_cols, depth, a, am, ak, b, ldb, c, ldc, add, factor);
+      if (whole_cols < cols)
+        product<P>(whole_rows, cols - whole_cols, depth, a, am, ak, b + whole_cols, ldb, c + whole_cols, ldc, add,
+                   factor);
+      if (whole_rows < rows)
+        product<P>(rows - whole_rows, cols, depth, a + whole_rows * am, am, ak, b, ldb, c + whole_rows * ldc, ldc, add,
+                   factor);
+      return;
+    }
+  }
+#endif
   constexpr int64_t W = Vec<Sum<P>>::size();
   int64_t m = 0;
   if (cols <= W)  // one vector for each row: with kGroup sums alone, additions would wait for the ones before them

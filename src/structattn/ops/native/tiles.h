@@ -231,9 +231,9 @@ class Tile {
     steps_.push_back({level, level + 1});
     const int64_t stripped = static_cast<int64_t>(strips_.size());
     strips_.resize(stripped + num_strips(), Interval{static_cast<int32_t>(rows_), 0});
-    for (int64_t m = 0; m < rows_; m += kGroup) {
+    for (int64_t m = 0; m < rows_; m += kRowGroup<P>) {
       Interval of_group{static_cast<int32_t>(cols), 0};
-      for (int64_t i = m; i < std::min(m + kGroup, rows_); ++i) {
+      for (int64_t i = m; i < std::min(m + kRowGroup<P>, rows_); ++i) {
         const Interval own = interval(num_steps() - 1, i);
         if (own.is_empty()) continue;
         of_group = {std::min(of_group.low, own.low), std::max(of_group.high, own.high)};
@@ -265,7 +265,7 @@ class Tile {
                out + m * kCols + c.low);
       });
     }
-    T added[kGroup * kCols];
+    T added[kRowGroup<P> * kCols];
     for (int64_t step = first_added(); step < num_steps(); ++step) {
       const auto [first, last] = steps_[step];
       const bool is_empty = slices.numbers[first] == slices.numbers[last];
@@ -363,7 +363,7 @@ class Tile {
   }
 
   static int64_t operands(int64_t numbers) { return (numbers + kDepth<P> - 1) / kDepth<P>; }
-  static int64_t num_groups(int64_t n) { return (n + kGroup - 1) / kGroup; }
+  static int64_t num_groups(int64_t n) { return (n + kRowGroup<P> - 1) / kRowGroup<P>; }
   int64_t num_strips() const { return (cols + kStrip - 1) / kStrip; }
 
   int64_t num_steps() const { return static_cast<int64_t>(steps_.size()); }
@@ -382,8 +382,8 @@ class Tile {
   template <typename F>
   void groups(int64_t step, const F& f) const {
     const Interval* of_group = groups_.data() + step * num_groups(rows_);
-    for (int64_t m = 0; m < rows_; m += kGroup, ++of_group)
-      if (!of_group->is_empty()) f(m, std::min(kGroup, rows_ - m), *of_group);
+    for (int64_t m = 0; m < rows_; m += kRowGroup<P>, ++of_group)
+      if (!of_group->is_empty()) f(m, std::min(kRowGroup<P>, rows_ - m), *of_group);
   }
 
   static constexpr int64_t kAll = -1;

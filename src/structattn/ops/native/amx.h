@@ -136,9 +136,9 @@ inline void multiply() {
   std::memcpy(registers.bytes[kSums], sums, sizeof(sums));
 }
 #else
-// The compiler must have written all memory that a load reads: what GCC and Clang know of these instructions does not
-// say that they read any.
-inline void memory_is_written() { __asm__ volatile("" ::: "memory"); }
+// Keeps what is written before a load before it, and what is written after it after it: what GCC knows of the
+// instruction does not say that it reads memory.
+inline void keep_order() { __asm__ volatile("" ::: "memory"); }
 
 inline void configure() { _tile_loadconfig(&kWhole); }
 inline void release() { _tile_release(); }
@@ -160,8 +160,9 @@ void multiply();
   }                                                        \
   template <>                                              \
   inline void load<n>(const void* from, int64_t stride) {  \
-    memory_is_written();                                   \
+    keep_order();                                          \
     _tile_loadd(n, from, static_cast<size_t>(stride * 4)); \
+    keep_order();                                          \
   }                                                        \
   template <>                                              \
   inline void store<n>(void* to, int64_t stride) {         \

@@ -123,9 +123,44 @@ inline Left in_columns(const Pair* a, int64_t ak, int64_t rows, int64_t depth, P
   return {room, kMostTransposed, room + whole, kMostTransposed};
 }
 
+inline void product(int64_t rows, int64_t cols, int64_t depth, const Pair* a, int64_t am, int64_t ak, const Pair* b,
+                    int64_t ldb, float* c, int64_t ldc, bool add, float factor);
+
+// Whether this machine's registers give the sums of products of small whole numbers, which have no rounding, for left
+// sides in rows and in columns. It is asked once, by a thread whose registers are configured; where it is not so, all
+// products are left to vectors.
+inline bool are_right() {
+  static const bool found = [] {
+    constexpr int64_t kRowsHere = 3 * kRows, kColsHere = 3 * kNumbers, kDepthHere = kNumbers + 5;
+    Pair a[kRowsHere * kDepthHere], turned[kRowsHere * kDepthHere], b[kDepthHere * kColsHere];
+    float c[kRowsHere * kColsHere], d[kRowsHere * kColsHere];
+    const auto number = [](int64_t n) { return static_cast<float>(n * n % 13 - 6); };
+    const auto pair = [&](int64_t n) {
+      return Pair{BFloat16(number(n)).bits | static_cast<uint32_t>(BFloat16(number(n + 5)).bits) << 16};
+    };
+    for (int64_t m = 0; m < kRowsHere; ++m)
+      for (int64_t k = 0; k < kDepthHere; ++k) turned[k * kRowsHere + m] = a[m * kDepthHere + k] = pair(m + 7 * k);
+    for (int64_t n = 0; n < kDepthHere * kColsHere; ++n) b[n] = pair(n);
+    for (int64_t n = 0; n < kRowsHere * kColsHere; ++n) c[n] = 1;
+    product(kRowsHere, kColsHere, kDepthHere, a, kDepthHere, 1, b, kColsHere, c, kColsHere, true, 2);
+    product(kRowsHere, kColsHere, kDepthHere, turned, 1, kRowsHere, b, kColsHere, d, kColsHere, false, 1);
+    for (int64_t m = 0; m < kRowsHere; ++m)
+      for (int64_t n = 0; n < kColsHere; ++n) {
+        float sum = 0;
+        for (int64_t k = 0; k < kDepthHere; ++k) {
+          const int64_t left = m + 7 * k, right = k * kColsHere + n;
+          sum += number(left) * number(right) + number(left + 5) * number(right + 5);
+        }
+        if (c[m * kColsHere + n] != 2 * (1 + sum) || d[m * kColsHere + n] != sum) return false;
+      }
+    return true;
+  }();
+  return found;
+}
+
 // Whether a product is large enough, and its left side in rows or in columns.
 inline bool fits(int64_t rows, int64_t cols, int64_t depth, int64_t am, int64_t ak) {
-  return rows >= kLeastRows && cols >= kLeastCols && depth >= kLeastDepth && (ak == 1 || am == 1);
+  return rows >= kLeastRows && cols >= kLeastCols && depth >= kLeastDepth && (ak == 1 || am == 1) && are_right();
 }
 
 // `product` for whole registers of sums: rows and columns are multiples of 16. Nothing beyond them or beyond the depth

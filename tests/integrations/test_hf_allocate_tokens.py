@@ -165,10 +165,14 @@ def test_files_of_before_say_nothing_of_recent_tokens(found, tmp_path) -> None:
     found.save(tmp_path / "new.safetensors")
     key = "structattn_calibration"
     data, tensors = read_tensors(tmp_path / "new.safetensors", key, what="calibration", remedy="again", version=1)
-    assert data.pop("tokens") == {"recent": 256, "exponent": found.tokens.exponent}
+    tokens = found.tokens
+    assert data.pop("tokens") == {"recent": 256, "exponent": tokens.exponent, "measured": tokens.measured}
     write_tensors(tmp_path / "old.safetensors", key, data, tensors)
     old = Calibration.load(tmp_path / "old.safetensors")
-    assert (old.tokens.recent, old.tokens.exponent) == (256, 1.0)
+    assert (old.tokens.recent, old.tokens.exponent, old.tokens.measured) == (256, 1.0, 0.0)
+    assert old.tokens.change(0.01) == 0.01
+    assert tokens.change(tokens.measured / 2) == pytest.approx(tokens.measured / 4)
+    assert tokens.change(2 * tokens.measured) == 2 * tokens.measured
     assert torch.equal(old.tokens.losses_with(128), 2 * found.tokens.losses)
 
 

@@ -68,11 +68,13 @@ class HeadChoices:
         choices: all of them.
         sizes: bytes of the cache, (choices,) float64.
         losses: expected change of the predictions in nats per token, (choices,) float64.
+        of_tokens: what of them comes from tokens that do not stay.
     """
 
     choices: tuple[HeadChoice, ...]
     sizes: Tensor
     losses: Tensor
+    of_tokens: Tensor
 
 
 def head_choices(
@@ -109,11 +111,13 @@ def head_choices(
         if "tokens" in methods and is_free:
             ways += [HeadChoice(None, some, way, group_size, recent) for way in range(len(WAYS)) for some in all_bits]
         for head in range(first, first + layer.shape.num_kv_heads):
+            of_tokens = torch.stack([_loss_of_tokens(way, calibration, head) for way in ways])
             of_layer.append(
                 HeadChoices(
                     choices=tuple(ways),
                     sizes=torch.tensor([_nbytes(way, layer, length, dtype) for way in ways], dtype=torch.float64),
-                    losses=torch.stack([_loss(way, calibration, head) for way in ways]),
+                    losses=of_tokens + torch.stack([_other_loss(way, calibration, head) for way in ways]),
+                    of_tokens=of_tokens,
                 )
             )
         first += layer.shape.num_kv_heads
@@ -121,7 +125,15 @@ def head_choices(
     return found
 
 
-def _loss(way: HeadChoice, calibration: Calibration, head: int) -> Tensor:
+def _loss_of_tokens(way: HeadChoice, calibration: Calibration, head: int) -> Tensor:
+    if way.way is None:
+        return torch.zeros((), dtype=torch.float64)
+    assert calibration.tokens is not None
+    waiting = WAYS[way.way][1] * way.group_size
+    return calibration.tokens.losses_with(way.recent, waiting)[head, way.way]
+
+
+def _other_loss(way: HeadChoice, calibration: Calibration, head: int) -> Tensor:
     loss = torch.zeros((), dtype=torch.float64)
     effects = calibration.effects
     if way.window is not None:
@@ -129,10 +141,6 @@ def _loss(way: HeadChoice, calibration: Calibration, head: int) -> Tensor:
         row = effects.windows.index(way.window)
         loss = loss + (1 - COPIES) * effects.text[row, head].clamp(min=0)
         loss = loss + COPIES * effects.retrieval[row, head].clamp(min=0)
-    if way.way is not None:
-        assert calibration.tokens is not None
-        waiting = WAYS[way.way][1] * way.group_size
-        loss = loss + calibration.tokens.losses_with(way.recent, waiting)[head, way.way]
     if way.bits < 16:
         assert effects is not None
         rounding = effects.bits[head].clamp(min=0)

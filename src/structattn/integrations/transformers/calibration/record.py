@@ -217,5 +217,7 @@ def _plain(calibration: Calibration) -> dict[str, Any]:
         "context_length": calibration.context_length,
         "element_size": calibration.element_size,
         "windows": None if calibration.effects is None else calibration.effects.windows,
-        "tokens": {} if tokens is None else {"recent": tokens.recent, "exponent": tokens.exponent},
+        "tokens": {}
+        if tokens is None
+        else {name: getattr(tokens, name) for name in ("recent", "exponent", "measured")},
     }

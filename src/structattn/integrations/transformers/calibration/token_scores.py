@@ -60,12 +60,20 @@ class TokenScores:
             too.
         recent: of ``losses``.
         exponent: with r recent tokens they are (recent / r)^exponent times as large.
+        measured: the change of the predictions at which they were measured, in nats per token.
     """
 
     scorers: tuple[Tensor, ...]
     losses: Tensor
     recent: int = RECENT
     exponent: float = EXPONENT
+    measured: float = 0.0
+
+    def change(self, losses: float) -> float:
+        """The change of the predictions where the losses of all heads add up to that. A divergence grows
+        with the square of small changes: below ``measured`` it is losses^2 / measured.
+        """
+        return losses * losses / self.measured if losses < self.measured else losses
 
     def losses_with(self, recent: int, waiting: int = 1) -> Tensor:
         """``losses`` where another number of recent tokens stays, and as many more as have come since a block
@@ -307,6 +315,7 @@ def token_scores(
         scorers=tuple(fit.scorer.cpu() for fit in fits.values() if fit.scorer is not None),
         losses=dropped * (change / max(lost, 1e-30)),
         recent=recent,
+        measured=change,
         exponent=min(max(exponent, 0.0), _LARGEST_EXPONENT),
     )
 

@@ -193,10 +193,10 @@ def test_a_budget_is_kept() -> None:
 
 def test_tokens_that_the_cache_drops_are_hidden() -> None:
     task = UptrainTask(dataclasses.replace(SMOKE, context_length=512, eval_windows=2))
-    student = task.build_model("tokens:4")
+    student = task.build_model("tokens:3")
     assert sum(not p.requires_grad for p in student.parameters()) == 2 * 2  # what scores tokens, in two layers
     whole = task.baselines()[0].details["cache_bytes"]
-    assert whole / 8 < task.details(student.eval())["cache_bytes"] <= whole / 4
+    assert whole / 6 < task.details(student.eval())["cache_bytes"] <= whole / 3
     tokens = task._windows("test")[:1, :-1]
     with torch.no_grad():
         scored, all_seen = student(tokens)[0], student.model(tokens, use_cache=False).logits

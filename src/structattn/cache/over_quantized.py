@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from structattn.cache.attend import of_equal_heads, over_dense, plain_with_lse
@@ -108,8 +108,9 @@ def _over_both(
     storage: Storage,
     pad: int,
 ) -> Tensor:
-    """As ``_over_all``, in one call: the keys are all that any query reads as codes, and after them the exact
-    ones, of which each query sees its part.
+    """As ``_over_all``, in one call for some heads: their keys are all that any query reads as codes, and
+    after them the exact ones, of which each query sees its part. As few heads as possible are together, since
+    these keys and values are copies.
     """
     length = keys.shape[2]
     past = length - q.shape[2]
@@ -119,12 +120,16 @@ def _over_both(
     low, end = (pad + storage.first_exact(position - pad) for position in (first, length - 1))
     exact = [x[:, :, low:].clone() for x in (keys, values)]
     quantize(length - 1 - pad)
-    both = (torch.cat([x[:, :, pad:end], own], dim=2) for x, own in zip((keys, values), exact, strict=True))
     ends = torch.tensor([storage.first_exact(position) for position in range(first - pad, length - pad)])
     starts = ends + (end - low)
-    query = q[:, :, first - past :]
-    out = native.over_two_ranges(query, *of_equal_heads(*both), ends, starts, options.scale)
-    return F.pad(out, (0, 0, first - past, 0)) if first > past else out  # padding has no output
+    out = q.new_zeros((*q.shape[:3], values.shape[3]))  # padding has no output
+    parts = math.gcd(keys.shape[1], values.shape[1])
+    for heads in zip(*(x.chunk(parts, dim=1) for x in (q, out, keys, exact[0], values, exact[1])), strict=True):
+        query, to, key, exact_key, value, exact_value = heads
+        k, v = (torch.cat([x[:, :, pad:end], own], 2) for x, own in ((key, exact_key), (value, exact_value)))
+        found = native.over_two_ranges(query[:, :, first - past :], *of_equal_heads(k, v), ends, starts, options.scale)
+        to[:, :, first - past :] = found
+    return out
 
 
 def _over_all(

@@ -160,6 +160,16 @@ def test_as_many_recent_tokens_stay_as_fit_and_the_groups_that_lose_least(
     assert sizes == {min(of_recent, key=of_recent.get)}
 
 
+def test_long_contexts_have_the_largest_groups_that_fit(found) -> None:
+    sizes = []
+    for compression in (12, 40, 48):
+        storages = allocate(found, compression=compression, context_length=2 * LONG).storage
+        each = [storage for layer in storages for storage in (layer if isinstance(layer, list) else [layer])]
+        sizes.append({(storage.recent, storage.group_size) for storage in each if storage and storage.keep is not None})
+    assert sizes[0] == {(256, 64)}
+    assert sizes[-1] == {(128, 16)}
+
+
 def test_files_of_before_say_nothing_of_recent_tokens(found, tmp_path) -> None:
     """Their losses are those with 256, and half as many lose twice as much."""
     found.save(tmp_path / "new.safetensors")

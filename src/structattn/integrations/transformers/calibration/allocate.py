@@ -15,6 +15,7 @@ from structattn.errors import ConfigError
 from structattn.integrations.transformers.calibration.choices import choices
 from structattn.integrations.transformers.calibration.head_choices import (
     GROUP_SIZES,
+    LONG,
     RECENT_TOKENS,
     HeadChoices,
     head_choices,
@@ -102,7 +103,8 @@ def allocate(
     ``"heads"``, a key head keeps all tokens, or a window of recent ones and the first four. The loss of a
     choice is the head's part of the change of the predictions, as ``calibrate`` measured it; copies of far
     text have a tenth of the weight. Where far tokens are chosen, the last 256 always stay, or 128 or 64
-    where more do not fit, and groups have 16, 32 or 64 tokens, with the least loss; all heads have the same.
+    where more do not fit, and groups have 16, 32 or 64 tokens, with the least loss, or the most that fit in
+    contexts beyond 4,096; all heads have the same.
     With r recent tokens the loss is (256 / r)^p times that with 256, with the p of the calibration; tokens of
     a block that is not decided on are recent too. ``expected_loss`` grows with the square of what all heads
     lose by missing tokens, below what was measured with an eighth of them.
@@ -191,7 +193,7 @@ def _by_heads(
     budget, plain, smallest, best_recent = 0.0, 0.0, math.inf, 0
     sizes = [(group_size, recent) for recent in RECENT_TOKENS for group_size in GROUP_SIZES if recent >= 4 * group_size]
     for group_size, recent in sizes if "tokens" in methods else sizes[:1]:
-        if best is not None and recent < best_recent:
+        if best is not None and (recent < best_recent or length > LONG):
             break
         of_layers = head_choices(
             calibration, length, dtype=_DTYPES[size], methods=methods, group_size=group_size, recent=recent

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,7 @@ from structattn.layers.attention import Attention
 from structattn.models.icl_regressor import ICLRegressor
 from structattn.models.language_model import LanguageModel
 from structattn.ops import Backend
+from structattn.testing.tolerances import WHOLE_MODEL
 
 BASELINE = "SDPA heads"
 MULTIHEAD = "nn.MultiheadAttention"
@@ -164,6 +165,8 @@ class StepWork:
     Raises:
         CaseUnavailableError: it cannot be compiled here.
     """
+
+    tolerances: ClassVar[dict[torch.dtype, float]] = WHOLE_MODEL
 
     def __init__(
         self,

@@ -195,11 +195,12 @@ def checked_error(name: str, work: Work, dtype: torch.dtype) -> float:
         WrongResultError: one is above the tolerance of the dtype, or there was nothing to compare.
     """
     errors, is_right, forward = [], True, getattr(work, "tolerances", FORWARD)
+    gradient = max(GRADIENT[dtype], forward[dtype])
     for actual, expected, *is_gradient in work.check():
         errors.append(relative_error(actual, expected))
-        is_right = is_right and errors[-1] <= (GRADIENT if any(is_gradient) else forward)[dtype]
+        is_right = is_right and errors[-1] <= (gradient if any(is_gradient) else forward[dtype])
     if not errors or not is_right:
-        limits = f"{forward[dtype]:.0e}, of gradients {GRADIENT[dtype]:.0e}"
+        limits = f"{forward[dtype]:.0e}, of gradients {gradient:.0e}"
         raise WrongResultError(f"{name}: relative errors {errors}, the tolerance of {dtype} is {limits}")
     return max(errors)
 

@@ -169,6 +169,9 @@ def over_two_ranges(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, starts: Tenso
 
     Returns:
         (B, H, T, V), in q's dtype.
+
+    Cost: 2 (D + V) FLOPs and one exponential per pair that is seen, for whole tiles; memory for a copy of the
+        keys in their dtype, and of bfloat16 values.
     """
     batch, num_queries, num_keys, dim = q.shape[0], q.shape[2], k.shape[2], q.shape[3]
     first = num_keys - num_queries

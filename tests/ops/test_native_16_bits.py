@@ -141,12 +141,8 @@ def test_a_bias_of_16_bits_is_read_as_it_is(dtype: torch.dtype, of_bias: torch.d
             out = sa.structured_attention(q, k, v, backend="native", attn_bias=own)
         assert torch.equal(out, expected)
         copies = any(event.name == "aten::_to_copy" for event in profile.events())
-        assert copies == (of_bias not in DTYPES and not is_sum(of_bias, dtype))
-
-
-def is_sum(dtype: torch.dtype, of: torch.dtype) -> bool:
-    """Whether numbers of a dtype are added up in another."""
-    return dtype == (torch.float64 if of == torch.float64 else torch.float32)
+        added_up_in = torch.float64 if dtype == torch.float64 else torch.float32
+        assert copies == (of_bias != added_up_in and (of_bias not in DTYPES or dtype == torch.float64))
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-6, 30.0, 3e4])

@@ -120,7 +120,7 @@ def _terms(
     """What is added to scores, as the C++ code takes it: the soft cap (0 for none), slopes, bias and mask."""
     size = (*q.shape[:3], k.shape[2])
     slopes, bias, mask = call.terms.alibi_slopes, call.terms.attn_bias, call.terms.attn_mask
-    if bias is not None and bias.dtype not in (dtype, torch.float16, torch.bfloat16):
+    if bias is not None and (dtype == torch.float64 or bias.dtype not in (torch.float16, torch.bfloat16)):
         bias = bias.to(dtype)
     return (
         call.terms.softcap or 0.0,

@@ -25,14 +25,18 @@ struct Pairs {
   }
 };
 
-// Numbers that are added to scores, which may have fewer bits than these.
+// Numbers that are added to scores. They may have 16 bits where scores are float; to double, libraries of older
+// systems cannot convert them.
 template <typename T>
-using Bias = std::variant<Pairs<T>, Pairs<Half>, Pairs<BFloat16>>;
+using Bias = std::conditional_t<std::is_same_v<T, double>, std::variant<Pairs<T>>,
+                                std::variant<Pairs<T>, Pairs<Half>, Pairs<BFloat16>>>;
 
 template <typename T>
 Bias<T> bias_of(const std::optional<Tensor>& x) {
-  if (x.has_value() && x->dtype() == dtype_of<Half>()) return Pairs<Half>(x);
-  if (x.has_value() && x->dtype() == dtype_of<BFloat16>()) return Pairs<BFloat16>(x);
+  if constexpr (!std::is_same_v<T, double>) {
+    if (x.has_value() && x->dtype() == dtype_of<Half>()) return Pairs<Half>(x);
+    if (x.has_value() && x->dtype() == dtype_of<BFloat16>()) return Pairs<BFloat16>(x);
+  }
   return Pairs<T>(x);
 }
 

@@ -272,6 +272,16 @@ def test_what_does_not_fit_is_named(trained, tmp_path, task) -> None:
 
 
 @pytest.mark.full
+def test_students_of_one_process_are_compiled(task) -> None:
+    batch = task.batch(seed=0, step=0, batch_size=2)
+    for _ in range(2):  # the second finds the programs of the first
+        student = task.build_model("mlr:8|8,values=8|8")
+        compiled = torch.compile(student, backend="eager")
+        for step in (0, task.config.attention_steps):
+            assert_close(task.loss(compiled, batch, step), task.loss(student, batch, step), gradient=False)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("fsdp", [False, True])
 def test_two_processes_have_the_losses_of_one(tmp_path, fsdp) -> None:
     words = ["train", "uptraining", "--preset", "smoke", "--attention", "mlr:8|8,values=8|8"]

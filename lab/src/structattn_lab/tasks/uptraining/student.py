@@ -47,8 +47,17 @@ class Student(nn.Module):
         with as_cached(self.model):  # when it is scored too
             if attention_inputs is None:
                 return self.model(input_ids=tokens, use_cache=False, **options).logits, []
-            with tapped(self._layers, attention_inputs) as attended:
-                logits = self.model(input_ids=tokens, use_cache=False, **options).logits
+            return self._attended(tokens, attention_inputs, options)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _attended(
+        self, tokens: Tensor, attention_inputs: list[Tensor], options: dict[str, Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """See ``forward``. Never compiled: torch.compile would take the program of another student of the same
+        process, whose hooks are not this one's.
+        """
+        with tapped(self._layers, attention_inputs) as attended:
+            logits = self.model(input_ids=tokens, use_cache=False, **options).logits
         return logits, attended.outputs
 
     def flops_per_example(self) -> int:

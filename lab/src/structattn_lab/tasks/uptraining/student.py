@@ -53,8 +53,8 @@ class Student(nn.Module):
     def _attended(
         self, tokens: Tensor, attention_inputs: list[Tensor], options: dict[str, Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
-        """See ``forward``. Never compiled: torch.compile would take the program of another student of the same
-        process, whose hooks are not this one's.
+        """See ``forward``. Never compiled: torch.compile would take the program of another student of the
+        process, whose hooks are others.
         """
         with tapped(self._layers, attention_inputs) as attended:
             logits = self.model(input_ids=tokens, use_cache=False, **options).logits

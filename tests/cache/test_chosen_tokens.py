@@ -178,6 +178,69 @@ def test_rows_move_and_tokens_go_back(bits) -> None:
     assert torch.equal(_attend(cache, calls[:1]), _attend(sa.LevelCache(storage=storage), calls[:1]))
 
 
+def _of_row(calls, row, padding):
+    """The calls of one row without its padding."""
+    own, left = [], padding
+    for call in calls:
+        count = call[0].shape[2]
+        if count > left:
+            own.append(tuple(x[row : row + 1, :, left:] for x in call))
+        left = max(0, left - count)
+    return own
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+@pytest.mark.parametrize("heads", ["all", "some"])
+@pytest.mark.parametrize("sizes", [(150, *[1] * 60), (5, 1, 1, 1, 1, 1, 60, 200, *[1] * 70), (90, 30, 30, 1, 40, 1)])
+def test_padded_rows_are_those_of_their_own_caches(sizes, heads, bits, built, tmp_path) -> None:
+    """Also after they were moved, saved and loaded, and where their last tokens were taken back."""
+    storage = sa.Storage(bits, bits, group_size=16, residual=16, keep=16, block=64, recent=64)
+    storage = storage if heads == "all" else [storage, None]
+    padding = (0, 7, 40)
+    calls = _calls(sizes, batch=3, dtype=torch.float32)
+    cache = sa.LevelCache(storage=storage, left_padding=padding)
+    out = _attend(cache, calls)
+    own = [sa.LevelCache(storage=storage) for _ in padding]
+    for row, pad in enumerate(padding):
+        wanted = _attend(own[row], _of_row(calls, row, pad))
+        torch.testing.assert_close(out[row : row + 1, :, pad:], wanted, rtol=1e-4, atol=1e-5)
+        assert not out[row, :, :pad].any()
+    assert cache.length == sum(sizes)
+    cache.save(tmp_path / "cache.safetensors")
+    moved = sa.LevelCache.load(tmp_path / "cache.safetensors")
+    moved.select(torch.tensor([2, 0, 2, 1]))
+    assert moved.left_padding == (40, 0, 40, 7)
+    copied = pickle.loads(pickle.dumps(moved))
+    more = _calls([1] * 3 + [30, 90, 1, 1], batch=3, dtype=torch.float32, seed=4)
+    for call in more:
+        wanted = torch.cat([_attend(one, [tuple(x[r : r + 1] for x in call)]) for r, one in enumerate(own)])
+        of_moved = tuple(x[[2, 0, 2, 1]] for x in call)
+        for other in (moved, copied):
+            other.attend(*of_moved[:3], token_scores=of_moved[3])
+            other.undo()
+            found = other.attend(*of_moved[:3], token_scores=of_moved[3])
+            torch.testing.assert_close(found, wanted[[2, 0, 2, 1]], rtol=1e-4, atol=1e-5)
+    length = moved.length
+    last = _calls([1, 1], batch=4, dtype=torch.float32, seed=9)
+    wanted = _attend(moved, last)
+    moved.crop(length)
+    assert torch.equal(_attend(moved, last), wanted)
+    with pytest.raises(CacheError, match=r"row 0, without its padding: cannot crop|key heads .*row 0"):
+        moved.crop(41)
+    moved.crop(0)
+    torch.testing.assert_close(
+        _attend(moved, _calls([90], batch=4, dtype=torch.float32))[:, :, :40][0].sum(), torch.tensor(0.0)
+    )
+
+
+def test_a_cache_of_padding_alone_has_nothing_to_save(tmp_path) -> None:
+    storage = sa.Storage(4, 4, group_size=16, residual=16, keep=16, block=64, recent=64)
+    cache = sa.LevelCache(storage=storage, left_padding=(0, 7))
+    _attend(cache, _calls([7], dtype=torch.float32))
+    with pytest.raises(CacheError, match="nothing but padding of a row"):
+        cache.save(tmp_path / "cache.safetensors")
+
+
 def test_tokens_that_are_taken_back_leave_no_trace() -> None:
     """While no group is decided on meanwhile."""
     storage = sa.Storage(4, 4, group_size=16, residual=16, keep=16, block=64, recent=64)
@@ -233,8 +296,8 @@ def test_what_cannot_be_is_refused(tmp_path) -> None:
         sa.LevelCache(sa.LevelLayout.halving((4, 4), 64), storage=storage)
     with pytest.raises(ConfigError, match="a window or chunks forget far tokens"):
         sa.LevelCache(window=16, storage=storage)
-    with pytest.raises(ConfigError, match=r"left padding \(1, 0\): give prompts of one length"):
-        sa.LevelCache(left_padding=(1, 0), storage=storage).attend(q, k, v, token_scores=scores)
+    with pytest.raises(ShapeError, match=r"left_padding has 3 rows, but the tokens have 2"):
+        sa.LevelCache(left_padding=(1, 0, 0), storage=storage).attend(q, k, v, token_scores=scores)
     with pytest.raises(ConfigError, match="token_scores say which tokens stay, and this cache keeps all"):
         sa.LevelCache().attend(q, k, v, token_scores=scores)
     cache = sa.LevelCache(storage=storage)

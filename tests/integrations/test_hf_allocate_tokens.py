@@ -209,6 +209,20 @@ def test_a_saved_model_and_its_cache_go_on(smaller, found, texts, tmp_path) -> N
     assert torch.equal(beams, smaller.generate(prompt, max_new_tokens=40, num_beams=2, do_sample=False))
 
 
+@pytest.mark.parametrize("beams", [1, 2])
+def test_padded_prompts_have_the_tokens_that_each_has_alone(smaller, texts, beams) -> None:
+    lengths, longest = (980, 700, 30), 980
+    ids, mask = torch.zeros((2, 3, longest), dtype=torch.int64)
+    for row, length in enumerate(lengths):
+        ids[row, longest - length :] = texts[row, :length]
+        mask[row, longest - length :] = 1
+    options = {"max_new_tokens": 40, "do_sample": False, "num_beams": beams}
+    found = smaller.generate(ids, attention_mask=mask, **options)
+    for row, length in enumerate(lengths):
+        alone = smaller.generate(texts[row : row + 1, :length], **options)
+        assert torch.equal(found[row, longest:], alone[0, length:])
+
+
 def test_speculative_decoding_takes_tokens_back(smaller, model, texts) -> None:
     """Its calls are other calls, so that its tokens need not be those of greedy decoding; but most are."""
     prompt = texts[:1, :800]
@@ -222,10 +236,6 @@ def test_speculative_decoding_takes_tokens_back(smaller, model, texts) -> None:
 
 @torch.no_grad()
 def test_what_cannot_be_is_refused(smaller, model, found, texts) -> None:
-    padded = torch.ones(2, 100, dtype=torch.long)
-    padded[0, 0] = 0
-    with pytest.raises(ConfigError, match=r"left padding \(1, 0\): give prompts of one length"):
-        smaller.generate(texts[:2, :100], attention_mask=padded, max_new_tokens=2)
     cache = level_cache(smaller)
     smaller(texts[:1], **{CACHE: cache})
     with pytest.raises(ConfigError, match="does not remember which they are"):

@@ -52,40 +52,29 @@ class ChosenTokens:
     Args:
         shape: of the tokens.
         storage: of these heads.
-        padding: ``None``, or nothing but zeros.
-        **options: others of ``Contents``, which has plain attention.
+        **options: others of ``Contents``, which has plain attention and no padding.
 
     Attributes:
+        padding: none; rows that have some are ``ChosenRows``.
         decided: tokens before this position are chosen; a multiple of the block.
-
-    Raises:
-        ConfigError: there is padding.
     """
 
-    def __init__(
-        self,
-        shape: TokenShape,
-        *,
-        storage: Storage,
-        padding: tuple[int, ...] | None,
-        **options: Any,
-    ) -> None:
-        if padding is not None and any(padding):
-            raise ConfigError(
-                f"a cache that keeps {storage.keep} of {storage.block} tokens takes rows without padding, got "
-                f"left padding {padding}: give prompts of one length, or one at a time"
-            )
+    padding = None
+
+    def __init__(self, shape: TokenShape, *, storage: Storage, **options: Any) -> None:
         assert storage.keep is not None
         self.storage, self.keep = storage, storage.keep
         if options["max_length"] is not None:
             options["max_length"] = self._of_kept(options["max_length"]) + storage.recent + 2 * storage.block
         options["page_size"] = self._of_kept(options["page_size"])
         self.kept = Contents(shape, layout=None, padding=None, storage=replace(storage, keep=None), **options)
-        self.padding = padding
         self.decided = 0
         self._scores = torch.zeros(0)
         self._new: Tensor | None = None
         self._mark: _Return | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_mark": None}
 
     def _of_kept(self, tokens: int) -> int:
         """How many of that many tokens are kept, in whole groups."""
@@ -141,17 +130,7 @@ class ChosenTokens:
     def _taken_scores(self, count: int) -> Tensor:
         """The scores of new tokens, (B, G, count)."""
         scores, self._new = self._new, None
-        if scores is None:
-            raise ConfigError(
-                f"a cache that keeps {self.keep} of {self.storage.block} tokens needs token_scores, (batch, heads "
-                "of keys, tokens), with new tokens: structurize(model, allocate(...)) makes them"
-            )
-        shape = self.shape
-        if scores.shape != (shape.batch, shape.keys[0], count):
-            raise ShapeError(
-                f"token_scores must have shape {(shape.batch, shape.keys[0], count)}, got {tuple(scores.shape)}"
-            )
-        return scores.detach().to(device=shape.device, dtype=torch.float32)
+        return checked_scores(scores, self.shape, count, self.storage)
 
     def _store_scores(self, first: int, scores: Tensor) -> None:
         """Writes the scores of open tokens from number ``first`` on."""
@@ -360,6 +339,25 @@ class ChosenTokens:
         self._store_scores(0, scores)
 
 
+def checked_scores(scores: Tensor | None, shape: TokenShape, count: int, storage: Storage) -> Tensor:
+    """The scores of new tokens, (B, G, count), float32 where the tokens are.
+
+    Raises:
+        ConfigError: there are none.
+        ShapeError: they have another shape.
+    """
+    if scores is None:
+        raise ConfigError(
+            f"a cache that keeps {storage.keep} of {storage.block} tokens needs token_scores, (batch, heads "
+            "of keys, tokens), with new tokens: structurize(model, allocate(...)) makes them"
+        )
+    if scores.shape != (shape.batch, shape.keys[0], count):
+        raise ShapeError(
+            f"token_scores must have shape {(shape.batch, shape.keys[0], count)}, got {tuple(scores.shape)}"
+        )
+    return scores.detach().to(device=shape.device, dtype=torch.float32)
+
+
 def _places(storage: Storage, scores: Tensor, block: int) -> Tensor:
     """Which tokens of a block stay, (B, G, n), ascending.
 
@@ -423,7 +421,7 @@ def chosen_places(storage: Storage, scores: Tensor) -> Tensor:
     chosen = ChosenTokens(
         TokenShape(batch, (1, 1), (1, 1), places.dtype, places.device),
         storage=replace(storage, key_bits=16, value_bits=16),
-        **{"padding": None, "window": None, "chunk_size": None, "max_length": None, "latent": None},
+        **{"window": None, "chunk_size": None, "max_length": None, "latent": None},
         page_size=PAGE_SIZE,
     )
     chosen.set_scores(scores)

@@ -71,8 +71,9 @@ class TokenShape(NamedTuple):
                 f"tensor 0 must be floating point of shape (batch, heads, dim, slots), got {describe(first)}"
             )
         keys, values = (check_sizes(name, plain[name]) for name in ("key_shape", "value_shape"))
+        padding = plain.get("left_padding")
         return cls(
-            batch=first.shape[0],
+            batch=first.shape[0] if padding is None else len(padding),  # a tensor may be of one row
             keys=(keys[0], keys[1]),
             values=(values[0], values[1]),
             dtype=first.dtype,

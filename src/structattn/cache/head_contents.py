@@ -9,18 +9,20 @@ from typing import Any
 
 from torch import Tensor
 
+from structattn.cache.chosen_rows import ChosenRows
 from structattn.cache.chosen_tokens import ChosenTokens
 from structattn.cache.contents import Contents, TokenShape
 from structattn.cache.head_groups import head_groups
 from structattn.cache.levels import Level
+from structattn.cache.parts import restore_parts, state_of_parts
 from structattn.cache.storage import LayerStorage, LevelStore
-from structattn.errors import CheckpointError, ShapeError
+from structattn.errors import ShapeError
 from structattn.layout.heads import AnyLayout, HeadGroup, HeadLayouts
 from structattn.ops import Backend
 from structattn.ops.by_heads import joined, query_heads, select_heads, terms_of
 from structattn.ops.terms import ScoreTerms
 
-_NUMBERED = "group "  # begins the names of tensors with quantized numbers
+OneContents = Contents | ChosenTokens | ChosenRows
 
 
 class HeadContents:
@@ -47,14 +49,17 @@ class HeadContents:
                 f"keys and values need {heads} heads, one for each of the layouts or storages, got {shape.keys[0]} and "
                 f"{shape.values[0]}"
             )
-        self.parts: list[tuple[HeadGroup, Contents | ChosenTokens]] = []
+        self.parts: list[tuple[HeadGroup, OneContents]] = []
+        padding = options.pop("padding")
         for group, bits in head_groups(layout, storage, heads):
             count = len(group.heads)
             of_group = shape._replace(keys=(count, shape.keys[1]), values=(count, shape.values[1]))
-            if bits is not None and bits.keep is not None:
-                part: Contents | ChosenTokens = ChosenTokens(of_group, storage=bits, **options)
+            if bits is None or bits.keep is None:
+                part: OneContents = Contents(of_group, layout=group.layout, storage=bits, padding=padding, **options)
+            elif padding is None:
+                part = ChosenTokens(of_group, storage=bits, **options)
             else:
-                part = Contents(of_group, layout=group.layout, storage=bits, **options)
+                part = ChosenRows(of_group, storage=bits, padding=padding, **options)
             self.parts.append((group, part))
 
     @property
@@ -63,11 +68,11 @@ class HeadContents:
         return tuple(group for group, _ in self.parts)
 
     @property
-    def _each(self) -> Iterator[Contents | ChosenTokens]:
+    def _each(self) -> Iterator[OneContents]:
         return (contents for _, contents in self.parts)
 
     @property
-    def _first(self) -> Contents | ChosenTokens:
+    def _first(self) -> OneContents:
         return self.parts[0][1]
 
     @property
@@ -102,7 +107,7 @@ class HeadContents:
 
     def _of_groups(
         self, q: Tensor, k: Tensor, v: Tensor
-    ) -> Iterator[tuple[Contents | ChosenTokens, tuple[int, ...], Tensor, Tensor, Tensor]]:
+    ) -> Iterator[tuple[OneContents, tuple[int, ...], Tensor, Tensor, Tensor]]:
         """Each group: its contents, its query heads, and its queries, keys and values."""
         per_key_head = q.shape[1] // self.heads
         for group, contents in self.parts:
@@ -118,14 +123,14 @@ class HeadContents:
     @property
     def chooses_tokens(self) -> bool:
         """Whether heads keep only some of the far tokens."""
-        return any(isinstance(contents, ChosenTokens) for contents in self._each)
+        return any(isinstance(contents, ChosenTokens | ChosenRows) for contents in self._each)
 
     def set_scores(self, scores: Tensor) -> None:
         """Takes the scores of the tokens that come next, (B, G, T), for heads that keep only some."""
         if scores.dim() != 3 or scores.shape[1] != self.heads:
             raise ShapeError(f"token_scores must have shape (batch, {self.heads}, tokens), got {tuple(scores.shape)}")
         for group, contents in self.parts:
-            if isinstance(contents, ChosenTokens):
+            if isinstance(contents, ChosenTokens | ChosenRows):
                 contents.set_scores(select_heads(scores, group.heads))
 
     def append(self, k: Tensor, v: Tensor) -> None:
@@ -222,62 +227,9 @@ class HeadContents:
         """Plain data and tensors from which ``restore`` makes equal contents: those of the groups, one after
         the other.
         """
-        plain: dict[str, Any] = {"length": self.length, "oldest": [], "quantized": []}
-        plain |= {"key_shape": self.shape.keys, "value_shape": self.shape.values}
-        tensors: dict[str, Tensor] = {}
-        for contents in self._each:
-            of_group, of_stores = contents.state()
-            tensors |= _renamed(of_stores, len(plain["oldest"]), len(plain["quantized"]))
-            plain["oldest"] += of_group["oldest"]
-            plain["quantized"] += of_group["quantized"]
-        return plain, tensors
+        plain, tensors = state_of_parts(self._each)
+        return {"length": self.length, "key_shape": self.shape.keys, "value_shape": self.shape.values, **plain}, tensors
 
     def restore(self, plain: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         """Takes over what ``state`` returned; raises ``CheckpointError`` where it is not that."""
-        counts = [(len(list(contents.stores())), len(list(contents.groups))) for contents in self._each]
-        for name, count in (
-            ("oldest", sum(stores for stores, _ in counts)),
-            ("quantized", sum(groups for _, groups in counts)),
-        ):
-            if len(plain[name]) != count:
-                raise CheckpointError(f"{name} needs {count} entries for all heads, got {len(plain[name])}")
-        first_store = first_group = 0
-        left = set(tensors)
-        for contents, (stores, groups) in zip(self._each, counts, strict=True):
-            of_group = {
-                renamed: tensors[name]
-                for name in tensors
-                if (renamed := _name_within(name, first_store, stores, first_group, groups)) is not None
-            }
-            left -= {name for name in left if _name_within(name, first_store, stores, first_group, groups) is not None}
-            of_heads = dict(plain)
-            of_heads["oldest"] = plain["oldest"][first_store : first_store + stores]
-            of_heads["quantized"] = plain["quantized"][first_group : first_group + groups]
-            contents.restore(of_heads, of_group)
-            first_store, first_group = first_store + stores, first_group + groups
-        if left:
-            raise CheckpointError(f"expected no tensor {sorted(left)[0]!r}")
-
-
-def _renamed(tensors: dict[str, Tensor], first_store: int, first_group: int) -> dict[str, Tensor]:
-    """The tensors of a group under the numbers that they have among those of all groups."""
-    renamed = {}
-    for name, x in tensors.items():
-        if name.startswith(_NUMBERED):
-            _, number, what = name.split(" ", 2)
-            renamed[f"{_NUMBERED}{first_group + int(number)} {what}"] = x
-        else:
-            renamed[str(first_store + int(name))] = x
-    return renamed
-
-
-def _name_within(name: str, first_store: int, stores: int, first_group: int, groups: int) -> str | None:
-    """The name that a tensor has in its group; ``None`` where it is of another one."""
-    words = name.split(" ", 2) if name.startswith(_NUMBERED) else [name]
-    number = words[1] if len(words) == 3 else words[0]
-    if not number.isdecimal():
-        return None
-    first, count = (first_group, groups) if len(words) == 3 else (first_store, stores)
-    if not first <= int(number) < first + count:
-        return None
-    return f"{_NUMBERED}{int(number) - first} {words[2]}" if len(words) == 3 else str(int(number) - first)
+        restore_parts(tuple(self._each), plain, tensors, [plain["length"]] * len(self.parts))

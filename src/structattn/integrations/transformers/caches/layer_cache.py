@@ -261,7 +261,7 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
                 chunk_size=variant.chunk_size,
                 max_length=self.max_length,
                 page_size=self.page_size,
-                left_padding=left_padding,
+                left_padding=_nonzero(left_padding),
                 storage=self.storage,
             )
 

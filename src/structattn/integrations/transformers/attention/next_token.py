@@ -76,7 +76,8 @@ class KnownCall:
         out = self.cache.try_step(q, key.states, value.states, scale=scale, order=order, token_scores=scores)
         if out is None:
             return None
-        key.is_appended, layer.token_scores = True, None
+        key.is_appended = True
+        layer.taken_scores()
         return out.transpose(1, 2)
 
     def _has(self, arguments: dict[str, Any]) -> bool:

@@ -113,10 +113,18 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self._recording: Recording | None = None
         self.last_call: object = None  # what attention remembers of it, if it was simple
         self.token_scores: Tensor | None = None  # of the tokens that come next
+        self._last_scores: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # The recording and the last call refer to tensors and modules of calls.
-        return {**self.__dict__, "_recording": None, "last_call": None, "number": None, "token_scores": None}
+        return {
+            **self.__dict__,
+            "_recording": None,
+            "last_call": None,
+            "number": None,
+            "token_scores": None,
+            "_last_scores": None,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -148,6 +156,12 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
     def is_recording(self) -> bool:
         """Whether tokens are remembered, to remove more of them than the cache can."""
         return self.record_past or self._recording is not None
+
+    def taken_scores(self) -> Tensor | None:
+        """``token_scores``, which new tokens use up."""
+        scores = self.token_scores if self.chooses_tokens else None
+        self.token_scores, self._last_scores = None, scores
+        return scores
 
     @property
     def chooses_tokens(self) -> bool:
@@ -206,7 +220,7 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
             CacheError: layout, window or padding differ from those that the cache was made for.
             ConfigError: it was filled by another module.
         """
-        scores, self.token_scores = self.token_scores if self.chooses_tokens else None, None
+        scores = self.taken_scores()
         cache = self._ready_for(k, v, variant, module, left_padding, scores)
         if first is not None and cache.length == 0 and self.storage is None:
             out = first()
@@ -239,7 +253,7 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         left_padding: tuple[int, ...] | None = None,
     ) -> None:
         """Appends new tokens; arguments and errors as ``attend``."""
-        scores, self.token_scores = self.token_scores if self.chooses_tokens else None, None
+        scores = self.taken_scores()
         self._ready_for(k, v, variant, module, left_padding, scores).append(k, v, token_scores=scores)
 
     def _ready_for(
@@ -462,9 +476,10 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self._recording = None
 
     def undo(self) -> None:
-        """Removes the last tokens; see ``LevelCache.undo``."""
+        """Removes the last tokens; see ``LevelCache.undo``. Their scores are those of the next ones again."""
         if self.level_cache is not None:
             self.level_cache.undo()
+            self.token_scores = self._last_scores
 
     def offload(self) -> None:
         """Not supported: raises ``CacheError``."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from structattn.cache.storage import FIRST_TOKENS
-from structattn.errors import CalibrationError
+from structattn.errors import CalibrationError, ConfigError
 from structattn.integrations.transformers.attention.arguments import POSITION_BIAS
 from structattn.integrations.transformers.attention.call import AttentionCall
 from structattn.integrations.transformers.attention.interface import attend
@@ -191,6 +191,7 @@ def _attention(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     fit = this.fits.get(call.module)
     if fit is None:
         return attend(call)
+    _check_bias(call)
     if this.length:
         weights = _largest_weights(call, this.length)
         (fit.check if this.is_check else fit.add)(this.states[: this.length], weights)
@@ -212,6 +213,18 @@ def _attention(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
 
 
 register_observer(_NAME, _attention)
+
+
+def _check_bias(call: AttentionCall) -> None:
+    """Raises ``ConfigError`` where scores depend on the position of a key, which a cache that keeps some
+    tokens does not remember.
+    """
+    terms = call.terms(call.arguments.get(POSITION_BIAS))
+    if terms.alibi_slopes is not None or terms.attn_mask is not None:
+        raise ConfigError(
+            f"{call.name} adds a bias for the position of each key, as ALiBi does, and a cache that keeps some of the "
+            "tokens does not remember their positions: calibrate with methods=('heads', 'bits')"
+        )
 
 
 def _largest_weights(call: AttentionCall, length: int) -> Tensor:

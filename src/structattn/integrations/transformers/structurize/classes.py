@@ -15,7 +15,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, r
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from structattn.cache.storage import ModelStorage, chooses_tokens, storage_of_layers
-from structattn.checks import check_int, is_int, quoted
+from structattn.checks import MAX_SIZE, check_int, is_int, quoted
 from structattn.errors import CheckpointError, ConfigError
 from structattn.integrations.transformers.architecture.auto_map import AUTO_MODELS, SelfLoadingConfig, publish
 from structattn.integrations.transformers.architecture.config import OwnErrors, ReturnsWeights
@@ -69,6 +69,8 @@ class StructureRecord:
             calibrated. They are part of the config, as the specs are: the weights remain those of the plain
             model, in names and order.
         storage: in which bits the cache of the model stores numbers. Recorded where it is given.
+        scorers: of each layer whose cache chooses tokens, the key heads and the numbers of a hidden state
+            that reaches it; ``None`` for others. Recorded where there are any.
     """
 
     specs: tuple[str | None, ...]
@@ -79,6 +81,7 @@ class StructureRecord:
     keys_of: tuple[int | None, ...]
     pair_orders: tuple[tuple[tuple[int, ...], ...] | None, ...]
     storage: ModelStorage = None
+    scorers: tuple[tuple[int, int] | None, ...] = ()
 
     @classmethod
     def read(cls, config: PreTrainedConfig) -> StructureRecord:
@@ -127,6 +130,7 @@ class StructureRecord:
                 entry.get("pair_orders"), specs, rotations, length, is_needed=split in CALIBRATED_SPLITS
             ),
             storage=storage_of(config),
+            scorers=_scorers(entry.get("scorers"), config, keys_of),
         )
 
     def structure(self, module: torch.nn.Module, layer: int) -> LayerStructure:
@@ -179,6 +183,31 @@ def _keys_of(sources: Any, specs: Sequence[str | None], rotations: Sequence[str 
                 f"{specs[source]}"
             )
     return tuple(sources)
+
+
+def _scorers(sizes: Any, config: PreTrainedConfig, keys_of: Sequence[int | None]) -> tuple[tuple[int, int] | None, ...]:
+    """The entry ``scorers``, checked; where older versions did not record it, the sizes that they assumed."""
+    if sizes is None:
+        text: Any = config.get_text_config(decoder=True)
+        usual = getattr(text, "num_key_value_heads", None) or text.num_attention_heads, text.hidden_size
+        storages = storage_of_layers(storage_of(config), len(keys_of))
+        return tuple(
+            usual if source is None and chooses_tokens(storage) else None
+            for source, storage in zip(keys_of, storages, strict=True)
+        )
+    is_list = isinstance(sizes, list | tuple) and len(sizes) == len(keys_of)
+    if not is_list or not all(_is_size_of_scorer(size) for size in sizes):
+        raise ConfigError(
+            f"config.structattn['scorers'] needs [heads, numbers] or null for each of {len(keys_of)} layers, got "
+            f"{quoted(sizes)}"
+        )
+    return tuple(None if size is None else (size[0], size[1]) for size in sizes)
+
+
+def _is_size_of_scorer(size: Any) -> bool:
+    return size is None or (
+        isinstance(size, list | tuple) and len(size) == 2 and all(is_int(x) and 0 < x <= MAX_SIZE for x in size)
+    )
 
 
 class StructurizedConfig(OwnErrors, ReturnsWeights, SelfLoadingConfig):
@@ -283,11 +312,9 @@ def install(model: PreTrainedModel, modules: Mapping[int, torch.nn.Module], reco
         if not isinstance(module, StructuredAttention):
             module.__class__ = structured_class(type(module))
         module.set_structure(structure)  # type: ignore[operator]
-    for number, storage in enumerate(storage_of_layers(record.storage, len(record.specs))):
-        if number in modules and chooses_tokens(storage):
-            text: Any = model.config.get_text_config(decoder=True)
-            heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-            modules[number].set_token_scorer(heads, text.hidden_size)  # type: ignore[operator]
+    for number, module in modules.items():
+        if (size := record.scorers[number]) is not None:
+            module.set_token_scorer(*size)  # type: ignore[operator]
     config = type(model.config)
     for part in model.modules():  # those of images or sound have another config
         if (

@@ -129,7 +129,7 @@ def structurize(
     if storage is None and isinstance(spec, Allocation):
         storage = spec.storage_of(chosen, len(specs))
         scorers = {number: x for number, x in zip(chosen, spec.scorers, strict=False) if x is not None}
-    _check_scorers(storage, scorers, len(specs))
+    _check_scorers(storage, scorers, attention, len(specs))
     layouts = {
         number: layout for number, text in enumerate(specs) if (layout := layout_with_levels(text, length)) is not None
     }
@@ -137,6 +137,9 @@ def structurize(
     config = _config_with_record(model.config, attention, specs, length, split)
     if storage is not None:
         config.structattn["storage"] = storage_data(_checked_storage(storage, attention, len(specs)))
+    if scorers:
+        sizes = {number: [len(scorer), scorer.shape[1] - 1] for number, scorer in scorers.items()}
+        config.structattn["scorers"] = [sizes.get(number) for number in range(len(specs))]
     if calibration is not None:
         add_calibration(config, split, calibration, layouts)
     record = _checked_record(config, attention)
@@ -202,10 +205,13 @@ def _checked_storage(storage: ModelStorage, attention: Mapping[int, FoundAttenti
     return storage
 
 
-def _check_scorers(storage: ModelStorage, scorers: Mapping[int, Tensor], count: int) -> None:
+def _check_scorers(
+    storage: ModelStorage, scorers: Mapping[int, Tensor], attention: Mapping[int, FoundAttention], count: int
+) -> None:
     """Raises ``ConfigError`` where tokens are chosen of a layer whose scores are not known."""
     for number, of_layer in enumerate(storage_of_layers(storage, count)):
-        if chooses_tokens(of_layer) and number not in scorers:
+        is_shared = number in attention and attention[number].keys_of is not None
+        if chooses_tokens(of_layer) and number not in scorers and not is_shared:
             raise ConfigError(
                 f"the storage of layer {number} chooses tokens (keep=), and nothing scores them: give structurize what "
                 "allocate(calibrate(model, batches), ...) returns, without storage="

@@ -1,0 +1,68 @@
+"""Far tokens that are chosen for each key head, in a tiny model of every family that `structurize` knows."""
+
+import copy
+
+import pytest
+import torch
+from test_hf_families import FAMILIES, RARE, VOCAB, _page, known
+
+from structattn.errors import ConfigError
+from structattn.integrations.transformers import allocate, calibrate, load_structurized, structurize
+from structattn.integrations.transformers.calibration import allocate as allocate_module
+
+LENGTHS, LONGEST, NEW = (300, 190), 300, 6
+POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length")
+WINDOWS = {
+    "afmoe",
+    "inkling_text",
+    "llama4_text",
+    "mistral",
+    "phi3",
+    "recurrent_gemma",
+    "starcoder2",
+}  # all of 12 tokens
+BIASED = {"bloom", "inkling_text", "mpt"}
+QUICK = {"bloom", "gemma3n_text", "gpt2"}
+
+
+def longer(family):
+    """A tiny model with learned positions for a text of some hundred tokens."""
+    options = dict((FAMILIES | RARE)[family])
+    config = _page["tiny"](family).config
+    options |= {name: 1024 for name in POSITIONS if hasattr(config, name)}
+    return _page["tiny"](family, options)
+
+
+def marks(family):
+    return known(family) if family in QUICK else [*known(family), pytest.mark.full]
+
+
+@pytest.mark.parametrize("family", [pytest.param(family, marks=marks(family)) for family in [*FAMILIES, *RARE]])
+def test_each_row_has_the_tokens_that_it_has_alone(family, monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(allocate_module, "RECENT_TOKENS", (64,))
+    monkeypatch.setattr(allocate_module, "GROUP_SIZES", (16,))
+    model = longer(family)
+    texts = torch.randint(3, VOCAB, (2, LONGEST), generator=torch.Generator().manual_seed(2))
+    if family in BIASED:
+        with pytest.raises(ConfigError, match=r"adds a bias for the position of each key.*methods=\('heads', 'bits'\)"):
+            calibrate(model, [texts[:, :256]], methods=("tokens", "bits"))
+        return
+    found = calibrate(model, [texts[:, :256]], methods=("tokens", "bits"))
+    if family in WINDOWS:
+        with pytest.raises(ConfigError, match="no choice of tokens and bits gives a cache that is 2 times smaller"):
+            allocate(found, compression=2, context_length=512)
+        return
+    chosen = allocate(found, compression=2, context_length=512)
+    assert any(scorer is not None for scorer in chosen.scorers)
+    changed = structurize(copy.deepcopy(model), chosen)
+    ids, mask = torch.full((2, LONGEST), 3), torch.zeros((2, LONGEST), dtype=torch.int64)
+    for row, length in enumerate(LENGTHS):
+        ids[row, LONGEST - length :] = texts[row, :length]
+        mask[row, LONGEST - length :] = 1
+    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, "use_cache": True}
+    out = changed.generate(ids, attention_mask=mask, **options)
+    for row, length in enumerate(LENGTHS):
+        alone = changed.generate(texts[row : row + 1, :length], **options)
+        assert torch.equal(out[row, LONGEST:], alone[0, length:])
+    changed.save_pretrained(tmp_path)
+    assert torch.equal(load_structurized(tmp_path).generate(ids, attention_mask=mask, **options), out)

@@ -387,40 +387,56 @@ void add_values_by_numbers(const T* factor, int64_t size, const uint8_t* codes, 
   }
 }
 
-// The same by integers; false, and nothing done, where that cannot be.
-template <int M, typename T>
-bool add_values_by_integers(const T* factor, int64_t size, const uint8_t* codes, const GroupSpan<T>& span, int64_t dims,
-                            int64_t group_size, T* lanes, int64_t lanes_row) {
+// Groups of values that are computed together for M queries.
+template <int M>
+constexpr int64_t kGroups = std::max<int64_t>(1, kMostHeads / M);
+
+// The same for `count` groups of one level, by integers; false, and nothing done, where that cannot be.
+template <int M, int G, typename T>
+bool add_values_by_integers(const T* factor, int64_t size, const uint8_t* const* codes, const GroupSpan<T>& span,
+                            int64_t count, int64_t dims, int64_t group_size, T* lanes, int64_t lanes_row) {
 #if defined(__AVX512F__)
   if constexpr (std::is_same_v<T, float>)
-    if (has_integers(group_size, dims))
+    if (count == G && has_integers(group_size, dims))
       return by_bits(span.bits, span.is_wide, [&]<bool kIsByte, int kPieces>() {
-        return add_value_sums<M, kIsByte, kPieces>(factor, size, codes, dims, group_size, lanes, lanes_row);
+        if constexpr (G <= kGroupsAtOnce<M, kIsByte, kPieces>)
+          return add_value_sums<M, G, kIsByte, kPieces>(factor, size, codes, dims, group_size, lanes, lanes_row);
+        return false;
       });
 #endif
   return false;
 }
 
-// Adds the values of a span, weighed, to out[m] (dims), and to `room.lanes`, which are to be summed for each dimension.
+// Adds the values of the spans of up to kGroups groups of a level, weighed, to out[m] (dims), and to `room.lanes`,
+// which are to be summed for each dimension.
 template <typename T, int M>
-void add_group_values(const T* weight, int64_t weight_row, const GroupSpan<T>& span, int64_t row, int64_t group_size,
-                      GroupRoom<T>& room, T* out, int64_t out_row) {
+void add_group_values(const T* weight, int64_t weight_row, const GroupSpan<T>* spans, int64_t count, int64_t row,
+                      int64_t group_size, GroupRoom<T>& room, T* out, int64_t out_row) {
   using C = Codes<T>;
-  const uint8_t* codes = span.codes + row * span.row_stride;
-  const int64_t bytes = group_size * span.bits / 8, size = room.size;
-  for (int64_t first = 0, part = 0; first < span.dims; first += group_size, ++part) {
-    const int64_t at = row * span.scale_stride + part * group_size + span.skip;
-    T base[M], *const factor = room.factor.data();
-    for (int m = 0; m < M; ++m) {
-      std::fill(factor + m * size, factor + m * size + span.skip, T(0));
-      base[m] = scaled(weight + m * weight_row, span.scale + at, span.zero + at, static_cast<T>(middle_of(span.bits)),
-                       span.size, factor + m * size + span.skip);
+  const int64_t bytes = group_size * spans->bits / 8, size = room.size;
+  const uint8_t* codes[kGroups<M>];
+  for (int64_t first = 0, part = 0; first < spans->dims; first += group_size, ++part) {
+    const int64_t dims = std::min(group_size, spans->dims - first);
+    T base[M] = {}, *const factor = room.factor.data();
+    for (int64_t g = 0; g < count; ++g) {
+      const GroupSpan<T>& span = spans[g];
+      codes[g] = span.codes + row * span.row_stride + first * bytes;
+      const int64_t at = row * span.scale_stride + part * group_size + span.skip;
+      for (int m = 0; m < M; ++m) {
+        T* const own = factor + (g * M + m) * size;
+        std::fill(own, own + span.skip, T(0));
+        base[m] += scaled(weight + m * weight_row + span.column, span.scale + at, span.zero + at,
+                          static_cast<T>(middle_of(span.bits)), span.size, own + span.skip);
+      }
     }
-    const int64_t dims = std::min(group_size, span.dims - first);
     T* const lanes = room.lanes() + first * C::W;
-    const uint8_t* const own = codes + first * bytes;
-    if (!add_values_by_integers<M>(factor, size, own, span, dims, group_size, lanes, room.lanes_row))
-      add_values_by_numbers<T, M>(factor, size, own, span.bits, dims, group_size, lanes, room.lanes_row);
+    if (!add_values_by_integers<M, kGroups<M>>(factor, size, codes, *spans, count, dims, group_size, lanes,
+                                               room.lanes_row))
+      for (int64_t g = 0; g < count; ++g) {
+        const T* const own = factor + g * M * size;
+        if (!add_values_by_integers<M, 1>(own, size, codes + g, *spans, 1, dims, group_size, lanes, room.lanes_row))
+          add_values_by_numbers<T, M>(own, size, codes[g], spans->bits, dims, group_size, lanes, room.lanes_row);
+      }
     for (int m = 0; m < M; ++m)
       for (int64_t d = first; d < first + dims; ++d) out[m * out_row + d] += base[m];
   }
@@ -536,12 +552,15 @@ void attend_together(const std::vector<Weighed<S, Span>>& softmaxes, int64_t key
     for (const Span<S>& span : one.values)
       add_span_values<S, M>(weight + span.column, room.columns, span, value_row, sums + span.first, room.value_dim);
     T* const lanes = room.group.lanes();
-    for (size_t n = 0; n < one.value_groups.size(); ++n) {
-      const GroupSpan<T>& span = one.value_groups[n];
-      if (n == 0 || span.first != one.value_groups[n - 1].first) std::fill_n(lanes, M * room.group.lanes_row, T(0));
-      add_group_values<T, M>(weight + span.column, room.columns, span, value_row, group_size, room.group,
-                             sums + span.first, room.value_dim);
-      if (n + 1 < one.value_groups.size() && one.value_groups[n + 1].first == span.first) continue;
+    const auto& groups = one.value_groups;
+    for (size_t n = 0, count = 0; n < groups.size(); n += count) {
+      const GroupSpan<T>& span = groups[n];
+      const auto is_like = [&](size_t other) { return groups[other].first == span.first; };  // of the same level
+      if (n == 0 || !is_like(n - 1)) std::fill_n(lanes, M * room.group.lanes_row, T(0));
+      for (count = 1; count < kGroups<M> && n + count < groups.size() && is_like(n + count);) ++count;
+      add_group_values<T, M>(weight, room.columns, &span, count, value_row, group_size, room.group, sums + span.first,
+                             room.value_dim);
+      if (n + count < groups.size() && is_like(n + count)) continue;
       for (int m = 0; m < M; ++m)
         for (int64_t d = 0; d < span.dims; ++d)
           sums[m * room.value_dim + span.first + d] +=

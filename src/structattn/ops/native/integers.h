@@ -185,7 +185,7 @@ STRUCTATTN_INTEGERS inline void store_sums(const uint8_t* codes, int64_t stride,
                                            float unit, float* out, float* other) {
   __m512i low[kPieces][4], high[kPieces][4];
   clear(low), clear(high);
-  const __m512i mask = _mm512_set1_epi8(15);
+  const __m512i lower = _mm512_set1_epi8(15), upper = _mm512_set1_epi8(-16);
   for (int64_t d = 0; d < dims; d += kRowsAtOnce<kIsByte>, query += kPieces) {
     __m512i x[4];
     if constexpr (kIsStored) {
@@ -196,8 +196,8 @@ STRUCTATTN_INTEGERS inline void store_sums(const uint8_t* codes, int64_t stride,
     }
 #pragma GCC unroll 4
     for (int n = 0; n < 4; ++n) {
-      const __m512i first = kIsByte ? x[n] : _mm512_and_si512(x[n], mask);
-      const __m512i second = _mm512_and_si512(_mm512_srli_epi16(x[n], 4), mask);
+      const __m512i first = kIsByte ? x[n] : _mm512_and_si512(x[n], lower);
+      const __m512i second = _mm512_and_si512(x[n], upper);  // 16 times the code
 #pragma GCC unroll 4
       for (int p = 0; p < kPieces; ++p) {
         const __m512i piece = _mm512_load_si512(query + p);
@@ -207,7 +207,7 @@ STRUCTATTN_INTEGERS inline void store_sums(const uint8_t* codes, int64_t stride,
     }
   }
   store_pieces<kIsByte, kPieces>(low, unit, out);
-  if constexpr (!kIsByte) store_pieces<kIsByte, kPieces>(high, unit, other);
+  if constexpr (!kIsByte) store_pieces<kIsByte, kPieces>(high, unit / 16, other);
 }
 
 // sums[m][n] = sum over d of factor[m][d] code[d, n] for the positions of a group, with dims numbers `factor`; false,
@@ -231,54 +231,69 @@ STRUCTATTN_INTEGERS bool key_sums(const float* factor, int64_t row, const uint8_
   return true;
 }
 
-// Adds to lanes[m][d], 16 numbers, sums over the positions n of a group of factor[m][n] (code[d, n] - middle), which
-// are to be added up; false, and nothing done, where the numbers `factor` have no unit.
+// Groups of values whose sums are added up as whole numbers, for M queries: as many as registers hold the weights of.
 template <int M, bool kIsByte, int kPieces>
-STRUCTATTN_INTEGERS bool add_value_sums(const float* factor, int64_t row, const uint8_t* codes, int64_t dims,
+constexpr int kGroupsAtOnce = kIsByte && kPieces == 3 ? 1 : std::max(1, 4 / M);
+
+// Adds to lanes[m][d], 16 numbers, sums over the positions n of G groups of factor[g][m][n] (code[g][d, n] - middle),
+// which are to be added up; false, and nothing done, where the numbers `factor` have no unit.
+template <int M, int G, bool kIsByte, int kPieces>
+STRUCTATTN_INTEGERS bool add_value_sums(const float* factor, int64_t row, const uint8_t* const* codes, int64_t dims,
                                         int64_t group_size, float* lanes, int64_t lanes_row) {
-  // 4 x 255 or 8 x 15 of them are below 2^31.
-  constexpr float kSteps = kIsByte && kPieces == 3 ? 2097152.f : kMostSteps<kPieces>;
+  // 4 x 255 or 8 x 15 of them, for each group, are below 2^31.
+  constexpr float kSteps = kPieces < 3 ? kMostSteps<kPieces> : kIsByte ? 2097152.f / G : kMostSteps<kPieces> / G;
   const int64_t stride = kIsByte ? group_size : group_size / 2;
   float unit[M], inverse[M];
   for (int m = 0; m < M; ++m) {
     __m512i most = _mm512_setzero_si512();
-    for (int64_t n = 0; n < group_size; n += 16) most = larger(most, _mm512_loadu_ps(factor + m * row + n));
+    for (int g = 0; g < G; ++g)
+      for (int64_t n = 0; n < group_size; n += 16) most = larger(most, _mm512_loadu_ps(factor + (g * M + m) * row + n));
     if (!unit_of(most, kSteps, unit[m], inverse[m])) return false;
   }
   for (int64_t c = 0; c < stride; c += kIsByte ? 64 : 32) {
-    __m512i left[M][kPieces], right[M][kPieces];  // of 4 bits: of the codes in the low halves, and in the high ones
+    // Of 4 bits: of the codes in the low halves, and in the high ones.
+    __m512i left[G][M][kPieces], right[G][M][kPieces];
 #pragma GCC unroll 4
-    for (int m = 0; m < M; ++m) {
-      const float *const x = factor + m * row + c, *const y = kIsByte ? x + 32 : x + stride;
-      const __m512i whole[4] = {as_bytes(_mm512_loadu_ps(x), inverse[m]), as_bytes(_mm512_loadu_ps(x + 16), inverse[m]),
-                                as_bytes(_mm512_loadu_ps(y), inverse[m]),
-                                as_bytes(_mm512_loadu_ps(y + 16), inverse[m])};
+    for (int g = 0; g < G; ++g)
 #pragma GCC unroll 4
-      for (int p = 0; p < kPieces; ++p) {
-        const __m256i first = bytes_of(whole[0], whole[1], 8 * p), second = bytes_of(whole[2], whole[3], 8 * p);
-        left[m][p] = _mm512_inserti64x4(_mm512_castsi256_si512(first), kIsByte ? second : first, 1);
-        if constexpr (!kIsByte) right[m][p] = _mm512_inserti64x4(_mm512_castsi256_si512(second), second, 1);
+      for (int m = 0; m < M; ++m) {
+        const float *const x = factor + (g * M + m) * row + c, *const y = kIsByte ? x + 32 : x + stride;
+        const __m512i whole[4] = {
+            as_bytes(_mm512_loadu_ps(x), inverse[m]), as_bytes(_mm512_loadu_ps(x + 16), inverse[m]),
+            as_bytes(_mm512_loadu_ps(y), inverse[m]), as_bytes(_mm512_loadu_ps(y + 16), inverse[m])};
+#pragma GCC unroll 4
+        for (int p = 0; p < kPieces; ++p) {
+          const __m256i first = bytes_of(whole[0], whole[1], 8 * p), second = bytes_of(whole[2], whole[3], 8 * p);
+          left[g][m][p] = _mm512_inserti64x4(_mm512_castsi256_si512(first), kIsByte ? second : first, 1);
+          if constexpr (!kIsByte) right[g][m][p] = _mm512_inserti64x4(_mm512_castsi256_si512(second), second, 1);
+        }
       }
-    }
     const __m512i mask = _mm512_set1_epi8(15), middle = _mm512_set1_epi8(kIsByte ? -128 : 8);  // without signs
-    const auto sum_of = [&](int m, __m512i low, __m512i high) STRUCTATTN_INTEGERS {
+    const auto sum_of = [&](int m, const __m512i* low, const __m512i* high) STRUCTATTN_INTEGERS {
       __m512i sum = _mm512_setzero_si512();
 #pragma GCC unroll 4
       for (int p = kPieces - 1; p >= 0; --p) {
         if (p < kPieces - 1) sum = _mm512_slli_epi32(sum, 8);
-        sum = _mm512_dpbusd_epi32(sum, low, left[m][p]);
-        if constexpr (!kIsByte) sum = _mm512_dpbusd_epi32(sum, high, right[m][p]);
+#pragma GCC unroll 4
+        for (int g = 0; g < G; ++g) {
+          sum = _mm512_dpbusd_epi32(sum, low[g], left[g][m][p]);
+          if constexpr (!kIsByte) sum = _mm512_dpbusd_epi32(sum, high[g], right[g][m][p]);
+        }
       }
       return sum;
     };
-    __m512i of_middle[M];
+    __m512i low[G], high[G], of_middle[M];
+    std::fill(low, low + G, middle), std::fill(high, high + G, middle);
 #pragma GCC unroll 4
-    for (int m = 0; m < M; ++m) of_middle[m] = sum_of(m, middle, middle);
+    for (int m = 0; m < M; ++m) of_middle[m] = sum_of(m, low, high);
     for (int64_t d = 0; d < dims; d += kIsByte ? 1 : 2) {
-      const uint8_t* const from = codes + d * stride + c;
-      const __m512i all = kIsByte ? _mm512_loadu_si512(from) : two_rows(from, from + stride);
-      const __m512i low = kIsByte ? all : _mm512_and_si512(all, mask);
-      const __m512i high = _mm512_and_si512(_mm512_srli_epi16(all, 4), mask);
+#pragma GCC unroll 4
+      for (int g = 0; g < G; ++g) {
+        const uint8_t* const from = codes[g] + d * stride + c;
+        const __m512i all = kIsByte ? _mm512_loadu_si512(from) : two_rows(from, from + stride);
+        low[g] = kIsByte ? all : _mm512_and_si512(all, mask);
+        high[g] = _mm512_and_si512(_mm512_srli_epi16(all, 4), mask);
+      }
 #pragma GCC unroll 4
       for (int m = 0; m < M; ++m) {
         const __m512 numbers = _mm512_cvtepi32_ps(_mm512_sub_epi32(sum_of(m, low, high), of_middle[m]));

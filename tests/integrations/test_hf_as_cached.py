@@ -5,7 +5,6 @@ import torch
 
 import structattn as sa
 from structattn.cache.chosen_tokens import seen_pairs
-from structattn.errors import ConfigError
 from structattn.integrations.transformers import Allocation, as_cached, level_cache, structurize
 from structattn.integrations.transformers.caches.model_cache import CACHE
 from structattn.spec import AttentionSpec
@@ -93,15 +92,23 @@ def test_padding_at_the_end_changes_nothing(model) -> None:
     torch.testing.assert_close(padded[1, :60], whole[1, :60], atol=1e-5, rtol=1e-5)
 
 
-def test_what_has_no_blocks_of_its_own_is_refused(model) -> None:
+def test_padded_and_packed_rows_are_those_alone(model) -> None:
     model.train()
-    mask = torch.ones_like(IDS)
-    mask[0, :3] = 0
-    with pytest.raises(ConfigError, match="pad rows on the right"):
-        model(IDS, attention_mask=mask, use_cache=False)
-    positions = torch.cat([torch.arange(30), torch.arange(40)])[None]
-    with pytest.raises(ConfigError, match="do not pack several sequences"):
-        model(IDS[:1], position_ids=positions, use_cache=False)
+    lengths = (70, 45)
+    alone = [model(IDS[row : row + 1, :length], use_cache=False).logits[0] for row, length in enumerate(lengths)]
+    ids, mask = torch.zeros((2, 2, 70), dtype=torch.int64)
+    for row, length in enumerate(lengths):
+        ids[row, 70 - length :] = IDS[row, :length]
+        mask[row, 70 - length :] = 1
+    padded = model(ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0), use_cache=False).logits
+    packed = torch.cat([IDS[row : row + 1, :length] for row, length in enumerate(lengths)], dim=1)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    packed = model(packed, position_ids=positions, use_cache=False).logits[0].split(lengths)
+    for row, length in enumerate(lengths):
+        torch.testing.assert_close(padded[row, 70 - length :], alone[row], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(packed[row], alone[row], atol=1e-4, rtol=1e-4)
+    padded[mask.bool()].square().sum().backward()
+    assert all(p.grad is None or bool(p.grad.isfinite().all()) for p in model.parameters())
 
 
 @torch.no_grad()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -376,17 +377,41 @@ def _places(storage: Storage, scores: Tensor, block: int) -> Tensor:
     return order[..., : storage.keep].sort(dim=-1).values
 
 
-def seen_pairs(storage: LayerStorage, scores: Tensor) -> Tensor:
+def seen_pairs(
+    storage: LayerStorage,
+    scores: Tensor,
+    *,
+    left_padding: Sequence[int] | None = None,
+    offsets: Sequence[int] | None = None,
+) -> Tensor:
     """Which tokens a query sees when the cache gets one token at a time: those that are kept, and those that
     are not decided on yet.
 
     Args:
         storage: of a layer; heads without ``keep`` see all tokens.
-        scores: (B, G, T), of all tokens of a sequence.
+        scores: (B, G, T), of all tokens.
+        left_padding: leading tokens of each row that are padding. Default ``None``: none.
+        offsets: where sequences begin that are packed in each row, and the end. Default ``None``: a row is
+            one.
 
     Returns:
-        (B, G, T, T) bool, causal.
+        (B, G, T, T) bool, causal; nothing is seen of padding, of other sequences, and by padding.
     """
+    rows, _, length = scores.shape
+    if offsets is not None:
+        parts = [(slice(None), start, end) for start, end in pairwise(offsets)]
+    elif left_padding is not None and any(left_padding):
+        parts = [(slice(row, row + 1), start, length) for row, start in zip(range(rows), left_padding, strict=True)]
+    else:
+        return _seen_of_sequences(storage, scores)
+    seen = torch.zeros((*scores.shape, length), dtype=torch.bool, device=scores.device)
+    for batch, start, end in parts:
+        seen[batch, :, start:end, start:end] = _seen_of_sequences(storage, scores[batch, :, start:end])
+    return seen
+
+
+def _seen_of_sequences(storage: LayerStorage, scores: Tensor) -> Tensor:
+    """``seen_pairs`` where each row is one sequence."""
     length = scores.shape[2]
     tokens = torch.arange(length, device=scores.device)
     seen = (tokens <= tokens[:, None]).expand(*scores.shape, -1).clone()

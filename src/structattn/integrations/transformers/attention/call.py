@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from structattn.integrations.transformers.attention.arguments import TERMS
 from structattn.integrations.transformers.caches.layer_cache import PendingStates
+from structattn.integrations.transformers.masks.structured_mask import Sequences
 from structattn.integrations.transformers.variant import Variant
 from structattn.layers.head_orders import HeadOrders
 from structattn.layout.heads import HeadLayouts
@@ -40,7 +42,8 @@ class AttentionCall(NamedTuple):
         attention_mask: what ``structured_mask`` returned; ``None`` of an encoder that hides nothing.
         dropout, scaling: of the model.
         arguments: what else the model passed.
-        seen: (B, G, T, T) bool, the pairs that a cache which chooses tokens would leave; ``None``: all.
+        seen: the pairs that a cache which chooses tokens would leave, (B, G, T, T) bool, of where sequences
+            begin; ``None``: all.
     """
 
     module: nn.Module
@@ -53,7 +56,7 @@ class AttentionCall(NamedTuple):
     dropout: float
     scaling: float | None
     arguments: dict[str, Any]
-    seen: Tensor | None = None
+    seen: Callable[[Sequences], Tensor] | None = None
 
     @property
     def is_causal(self) -> bool | None:

@@ -160,14 +160,9 @@ def _sequences_of(call: AttentionCall, mask: StructuredMask, layer: LevelCacheLa
 
 def _of_seen(call: AttentionCall, mask: Tensor | None, sequences: Sequences) -> Tensor:
     """The mask of a call with what a cache that chooses tokens would hide too, (B, H, T, T)."""
-    left = sequences.left_padding
-    if sequences.cu_seqlens is not None or (left is not None and bool(left.any())):
-        raise ConfigError(
-            f"{call.name} hides what a cache that chooses tokens (keep=) would drop, whose blocks begin with the row: "
-            "pad rows on the right, and do not pack several sequences in one"
-        )
     assert call.seen is not None
-    seen = call.seen.repeat_interleave(call.query.shape[1] // call.seen.shape[1], dim=1)
+    seen = call.seen(sequences)
+    seen = seen.repeat_interleave(call.query.shape[1] // seen.shape[1], dim=1)
     if mask is None:
         return seen
     return seen & mask if mask.dtype == torch.bool else mask.masked_fill(~seen, -torch.inf)

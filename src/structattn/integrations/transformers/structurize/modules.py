@@ -4,9 +4,10 @@ compressed cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers.cache_utils import Cache
 
 from structattn.cache.chosen_tokens import seen_pairs
 from structattn.cache.numbers import NumberedLayer, is_traced
-from structattn.cache.storage import chooses_tokens
+from structattn.cache.storage import LayerStorage, chooses_tokens
 from structattn.checks import quoted
 from structattn.errors import CheckpointError, ConfigError
 from structattn.integrations.transformers.attention.adapters import adapted_class
@@ -31,6 +32,7 @@ from structattn.integrations.transformers.caches.model_cache import (
     storage_of_layer,
 )
 from structattn.integrations.transformers.masks.mask_functions import structured_mask
+from structattn.integrations.transformers.masks.structured_mask import Sequences
 from structattn.integrations.transformers.variant import Variant
 from structattn.layers.head_orders import HeadOrders, orders_of_heads, ranks_of_heads
 from structattn.layers.rotary_order import (
@@ -143,7 +145,7 @@ class StructuredAttention(NumberedLayer):
     structure: LayerStructure
     reorder: Reorder
     is_as_cached = False
-    _seen: Tensor | None = None  # during a call: see ``AttentionCall.seen``
+    _seen: Callable[[Sequences], Tensor] | None = None  # during a call: see ``AttentionCall.seen``
 
     def set_structure(self, structure: LayerStructure) -> None:
         """Makes this the score of the layer."""
@@ -157,8 +159,7 @@ class StructuredAttention(NumberedLayer):
         would no longer have: so the model learns to do without it.
 
         Raises:
-            ConfigError: another attention implementation was set, which would leave the structure out; or
-                a row that is trained so is padded on the left, or packed.
+            ConfigError: another attention implementation was set, which would leave the structure out.
         """
         if (asked := self.config._attn_implementation) != IMPLEMENTATION:
             raise ConfigError(
@@ -175,7 +176,7 @@ class StructuredAttention(NumberedLayer):
             storage = storage_of_layer(self.config, self.layer_idx)
         if not chooses_tokens(storage):
             return super().forward(*args, **kwargs)
-        self._seen = seen_pairs(storage, self._token_scores(_states(args, kwargs)))
+        self._seen = partial(_seen, storage, self._token_scores(_states(args, kwargs)))
         try:
             return super().forward(*args, **kwargs)
         finally:
@@ -298,6 +299,12 @@ def _attention(
     return attend(call) if division_of(module) is None else attend_shard(call)
 
 
+def _seen(storage: LayerStorage, scores: Tensor, sequences: Sequences) -> Tensor:
+    """See ``AttentionCall.seen``."""
+    padding, offsets = (None if x is None else x.tolist() for x in (sequences.left_padding, sequences.cu_seqlens))
+    return seen_pairs(storage, scores, left_padding=padding, offsets=offsets)
+
+
 def _states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The hidden states that an attention module gets, (B, T, E)."""
     states: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
@@ -313,7 +320,7 @@ def as_cached(model: nn.Module) -> Iterator[None]:
     rounded. It changes nothing in a model whose cache keeps all tokens.
 
     Raises:
-        ConfigError: of a call, whose rows are padded on the left, or packed, or divided among processes.
+        ConfigError: of a call, whose rows are divided among processes.
 
     Cost: a mask of all pairs, (B, H, T, T) bool, in each layer.
 

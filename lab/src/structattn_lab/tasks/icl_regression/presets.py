@@ -63,6 +63,37 @@ _BOTTLENECK = replace(
     learning_rates=(1e-3, 2e-3, 4e-3),
     sweep_settings=("task.embed_dim=12", "task.num_heads=4", "training.steps=4000"),
 )
+# Every family of matrices as the score of heads of full width. In all but Kronecker a product costs two FLOPs
+# per parameter, so that rows with the same number of parameters also take the same number of steps.
+_STRUCTURES = replace(
+    _SMALL,
+    attention=(
+        "standard",
+        # 240 parameters per head, with a rank of 5, 24, 16; and 9, 12 and 15, which are three splits of MLR.
+        "bilinear-lowrank:5",
+        "bilinear-btt:1",
+        "bilinear-monarch:2x8",
+        "bilinear-mlbtc:1x1x3|2x2x2|4x4x4",
+        "bilinear-mlbtc:1x1x2|2x2x2|4x4x8",
+        "bilinear-mlbtc:1x1x1|2x2x2|4x4x12",
+        # 432, with a rank of 9, 24 and 24; the second adds two small terms to a block tensor train.
+        "bilinear-lowrank:9",
+        "bilinear-mlbtc:1x1x2|2x2x4s|4x6x24s",
+        "bilinear-kaleidoscope",
+        # No other row has their number; rank 24 but for the last two.
+        "bilinear-mlbtc:1x1x1|4x6x24s",
+        "bilinear-dense",
+        "bilinear-kronecker",
+        "bilinear-butterfly",
+        "bilinear-btt:2",
+        "standard:1",
+        "bilinear-lowrank:3",
+        "bilinear-mlr:4|2|2",
+    ),
+    seeds=3,
+    # At full size and length, so that no rate is chosen on the plateau where every run begins.
+    learning_rates=(5e-4, 1e-3, 2e-3, 4e-3),
+)
 _RANK_VS_DIMENSION = replace(
     _SMALL,
     attention=("standard:12", "standard", "standard:6", "standard:4", "standard:2", "standard:1", "bilinear-btt:1"),
@@ -119,6 +150,11 @@ PRESETS = {
         _BOTTLENECK,
         "linear functions of 6 numbers, width 24: 8 heads of dimension 3 against scores of full rank, iso-FLOP, three "
         "seeds; under 3 hours on 2 CPU cores",
+    ),
+    "structures": Preset(
+        _STRUCTURES,
+        "linear functions of 6 numbers, width 24: every family of matrices as the score of 8 heads, iso-FLOP, with "
+        "groups of equal parameters, three seeds; about 5 hours on 2 CPU cores (estimated)",
     ),
     "rank-vs-dimension": Preset(
         _RANK_VS_DIMENSION,

@@ -38,6 +38,38 @@ _RANKS = replace(
     ),
     seeds=3,
 )
+# Every family of matrices as the score of heads of full width. In all but Kronecker a product costs two FLOPs
+# per parameter, so that rows with the same number of parameters also take the same number of steps.
+_STRUCTURES = replace(
+    _DEFAULT,
+    attention=(
+        "standard",
+        # 1,024 parameters per head, as standard, with rank 8, 64; and 20, 30 and 47: three splits of MLR.
+        "bilinear-lowrank:8",
+        "bilinear-btt:1",
+        "bilinear-mlbtc:1x1x4|2x2x4|4x4x4|8x8x8",
+        "bilinear-mlbtc:1x1x2|2x2x4|4x4x8|8x8x16",
+        "bilinear-mlbtc:1x1x1|2x2x2|4x4x4|8x8x40",
+        # 1,152, with a rank of 9, 32 and 64.
+        "bilinear-lowrank:9",
+        "bilinear-monarch:2x16",
+        "bilinear-mlbtc:1x1x1|8x8x64s",
+        # 1,536, with a rank of 12 and 64.
+        "bilinear-lowrank:12",
+        "bilinear-kaleidoscope",
+        # No other row has their number; rank 64 but for the last one.
+        "bilinear-mlbtc:1x1x1|2x2x4s|8x8x64s",
+        "bilinear-dense",
+        "bilinear-kronecker",
+        "bilinear-butterfly",
+        "bilinear-btt:2",
+        "standard:1",
+        "bilinear-mlr:4|2|1|1",
+    ),
+    seeds=5,
+    learning_rates=(5e-3, 1e-2, 2e-2, 4e-2, 8e-2),
+    equal="compute",
+)
 _DEMO = Preset(_DEFAULT, "16 points of dimension 64, five variants, 1,000 steps, one seed")
 
 PRESETS = {
@@ -49,5 +81,10 @@ PRESETS = {
     "ranks": Preset(
         _RANKS,
         "error against the rank of the score: 16 points of dimension 64, nine variants, 1,000 steps, three seeds",
+    ),
+    "structures": Preset(
+        _STRUCTURES,
+        "16 points of dimension 64, every family of matrices as the score, iso-FLOP, with groups of equal parameters, "
+        "five seeds; about 20 minutes on 2 CPU cores (estimated)",
     ),
 }

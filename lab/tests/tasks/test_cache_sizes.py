@@ -32,3 +32,12 @@ def test_ranks_and_windows_grow_with_the_model() -> None:
     assert len(small) == len(large)
     assert "sliding:6|10@-|51,values=6|10" in small
     assert "sliding:12|20@-|204,values=12|20" in large
+
+
+def test_the_control_of_two_levels_has_their_cache() -> None:
+    recipe = recipe_for("text", "levels")
+    task = task_class("text")(recipe.task)
+    with torch.device("meta"):
+        standard, levels, control = (task.build_model(recipe.attention[index]).cache_numbers() for index in (0, -2, -1))
+    assert abs(control - levels) < 0.003 * standard
+    assert 0.43 < levels / standard < 0.44

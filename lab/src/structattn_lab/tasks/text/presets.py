@@ -109,6 +109,30 @@ _PAPER = replace(
     sweep_settings=("task.embed_dim=128", "task.num_heads=2", "training.steps=5000"),
 )
 
+# The scaling laws with RoPE at up to ten times the compute, for a corpus of 50 million characters or more: at
+# 2e13 FLOPs width 64 reads 30 to 38 million.
+_LEVELS = replace(
+    _SCALING,
+    task=replace(_SCALING.task, rotary="low_far"),
+    training=replace(_SCALING.training, eval_every=1000, precision="bf16"),
+    attention=(
+        "standard",
+        "window:128",
+        "mlr:32|8|6|4|4|4|4|2",
+        "mlr:16|16|16|16,values=16|16|16|16",
+        "sliding:16|16|16|16@-|256|128|64,values=16|16|16|16",
+        # DAR, and its control: as many numbers in the cache, the same for all tokens but the query's own.
+        "sliding:16|48@-|128,values=16|48",
+        "sliding:28|36@-|1,values=28|36",
+    ),
+    seeds=3,
+    learning_rates=(1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2),
+    sweep_settings=(f"task.embed_dim={_HEAD_DIM}", "task.num_heads=1", "budgets=2e12"),
+    variants=(),
+    widths=(64, 128, 256),
+    budgets=(2e12, 6.3e12, 2e13),
+)
+
 # What each attention loses against the bytes of its cache: RoPE for all, a learning rate each, equal compute.
 _CACHE_MAP = Recipe(
     task=TextConfig(context_length=1024, embed_dim=64, num_layers=2, rotary="low_far", eval_windows=64),
@@ -177,6 +201,12 @@ PRESETS = {
         _SCALING,
         "scaling laws: four variants, learned positions and RoPE, widths 64 ... 384, three budgets of compute, two "
         "seeds; on 2 CPU cores 1.3 hours for `--widths 64`, 3.6 for all (measured, in parts)",
+    ),
+    "levels": Preset(
+        _LEVELS,
+        "scaling laws with RoPE at up to ten times the compute of `scaling`: seven variants, widths 64 ... 256, three "
+        "budgets, three seeds, bf16, for a text of 50 MB or more (--data); about 24 core-hours, 12 of them for "
+        "`--widths 64` (estimated from steps)",
     ),
     "methods": Preset(
         _METHODS,

@@ -11,14 +11,14 @@ namespace structattn {
 // Of 16 bits: the largest number, the smallest normal one, and the distance from 1 to the next.
 constexpr float kLargestHalf = 65504.f, kTinyHalf = 0x1p-14f, kEpsHalf = 0x1p-10f;
 
-// Zero and scale of numbers between low and high. Sums go through double: a compiler that joins a product and a sum
-// would round once where PyTorch rounds twice.
+// Zero and scale of numbers between low and high. A product that is written to memory is rounded, as in PyTorch: a
+// compiler joins it with the sum otherwise, and rounds once.
 inline void scale_of(float low, float high, float most, Half& zero, Half& scale) {
   const auto within = [](float x, float least) { return x < least ? least : x > kLargestHalf ? kLargestHalf : x; };
   zero = Half(within(low - std::abs(low) * kEpsHalf - kTinyHalf, -kLargestHalf));
   const float range = high - float(zero), step = (range < 0 ? 0.f : range) / most;
-  const auto wider = static_cast<float>(double(step) * (1 + 2 * double(kEpsHalf)));
-  scale = Half(within(static_cast<float>(double(wider) + double(kTinyHalf)), 0.f));
+  const volatile float wider = step * (1 + 2 * kEpsHalf);
+  scale = Half(within(wider + kTinyHalf, 0.f));
 }
 
 // The numbers of a group on their way: tokens by dimensions, rows of whole vectors.

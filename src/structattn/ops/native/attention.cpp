@@ -229,8 +229,12 @@ class Weights {
   std::vector<P> over_columns_, over_rows_;
 };
 
+// How much a score may be above the one that weights are relative to. Their sums stay far from the largest number, and
+// seldom need another scale: only where a score comes that is larger than that.
+constexpr int kSlack = 8;
+
 // Makes the scores of a row weights, and adds them up, into a vector of sums: only the last of them takes its numbers
-// together. What was summed before is scaled where a larger score comes.
+// together. What was summed before is scaled where a much larger score comes.
 template <typename T>
 void weigh(T* row, int64_t first, int64_t last, T* sums, int64_t size, T& most, T* total) {
   using V = Vec<T>;
@@ -238,7 +242,7 @@ void weigh(T* row, int64_t first, int64_t last, T* sums, int64_t size, T& most, 
   if (first == last) return;
   V top = V::loadu(row + first);
   for (int64_t c = first + W; c < last; c += W) top = maximum(top, V::loadu(row + c));
-  if (!all_at_most(top, V(most))) {  // a larger one, or one that is not a number
+  if (!all_at_most(top, V(most + kSlack))) {  // a much larger one, or one that is not a number
     const T largest = largest_of(top);
     const T factor = most == kNone<T> ? T(0) : exponential(most - largest);
     (V::loadu(total) * V(factor)).store(total);

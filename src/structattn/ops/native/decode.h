@@ -7,6 +7,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <memory>
 #include <numeric>
 #include <optional>
 #include <vector>
@@ -76,9 +77,13 @@ void softmax(T* x, int64_t size) {
   T most = x[0];
   int64_t c = 0;
   if (size >= W) {
-    V top = V::loadu(x);
-    for (c = W; c + W <= size; c += W) top = maximum(top, V::loadu(x + c));
-    most = largest_of(top);
+    const V first = V::loadu(x);
+    V top[4] = {first, first, first, first};  // which do not wait for each other
+    for (; c + 4 * W <= size; c += 4 * W)
+#pragma GCC unroll 4
+      for (int n = 0; n < 4; ++n) top[n] = maximum(top[n], V::loadu(x + c + n * W));
+    for (; c + W <= size; c += W) top[0] = maximum(top[0], V::loadu(x + c));
+    most = largest_of(maximum(maximum(top[0], top[1]), maximum(top[2], top[3])));
   }
   for (; c < size; ++c) most = std::max(most, x[c]);
   const V shift(most);
@@ -217,42 +222,41 @@ void add_codes(const T* factor, int64_t factor_row, const uint8_t* codes, int64_
     }
 }
 
-// Room for what is computed of a group, for up to kMostHeads queries.
+// Room for what is computed of groups, for up to `heads` queries.
 template <typename T>
 struct GroupRoom {
   int64_t size, lanes_row;  // numbers of a query in `factor` and `sums`, and in `lanes`
   std::vector<T> factor, sums;
   std::vector<Line> lines;  // of `lanes`
   IntegerRoom integers;
-  GroupRoom(int64_t group_size, int64_t dims)
+  GroupRoom(int64_t heads, int64_t group_size, int64_t dims)
       : size(std::max(group_size, dims)),
         lanes_row(dims * Codes<T>::W),
         factor(kMostHeads * size),
         sums(kMostHeads * size),
-        lines(kMostHeads * lanes_row * sizeof(T) / sizeof(Line) + 1),
+        lines(heads * lanes_row * sizeof(T) / sizeof(Line) + 1),
         integers(size, dims, kMostHeads) {}
 
   T* lanes() { return reinterpret_cast<T*>(lines[0].bytes); }
 };
 
-// factor[n] = scale[n] x[n]; returns the sum of (zero[n] + middle scale[n]) x[n].
+// factor[n] = scale[n] x[n]; adds to `total` numbers whose sum is that of (zero[n] + middle scale[n]) x[n].
 template <typename T, typename S>
-T scaled(const T* x, const S* scale, const S* zero, T middle, int64_t size, T* factor) {
+inline void scaled(const T* x, const S* scale, const S* zero, T middle, int64_t size, T* factor, Vec<T>& total) {
   using V = Vec<T>;
-  V total(T(0));
   int64_t n = 0;
   for (; n + V::size() <= size; n += V::size()) {
     const V own = V::loadu(x + n), times = load_numbers(scale + n);
     (own * times).store(factor + n);
     total = fmadd(fmadd(V(middle), times, load_numbers(zero + n)), own, total);
   }
-  T sum = sum_of(total);
+  T rest = 0;
   for (; n < size; ++n) {
     const T times = scale[n];
     factor[n] = x[n] * times;
-    sum += (middle * times + T(zero[n])) * x[n];
+    rest += (middle * times + T(zero[n])) * x[n];
   }
-  return sum;
+  if (rest != 0) total = total + V::loadu(&rest, 1);
 }
 
 // sums[m][n] = sum over d of factor[m][d] code[d, n] for the positions of a group.
@@ -291,41 +295,61 @@ auto by_bits(int64_t bits, bool is_wide, const F& f) {
   return is_wide ? f.template operator()<false, 3>() : f.template operator()<false, 2>();
 }
 
-// The same by integers; false, and nothing done, where that cannot be.
-template <int M, typename T>
-bool key_sums_by_integers(const T* factor, int64_t size, const uint8_t* codes, const GroupSpan<T>& span,
-                          int64_t group_size, IntegerRoom& room, T* sums) {
+// Groups that are computed together for M queries.
+template <int M>
+constexpr int64_t kGroups = std::max<int64_t>(1, kMostHeads / M);
+
+// The same for `count` groups of one level, by integers; false, and nothing done, where that cannot be.
+template <int M, int G, typename T>
+bool key_sums_by_integers(const T* factor, int64_t size, const uint8_t* const* codes, const GroupSpan<T>& span,
+                          int64_t count, int64_t group_size, IntegerRoom& room, T* sums) {
 #if defined(__AVX512F__)
   if constexpr (std::is_same_v<T, float>)
-    if (has_integers(group_size, span.dims))
+    if (count == G && has_integers(group_size, span.dims))
       return by_bits(span.bits, span.is_wide, [&]<bool kIsByte, int kPieces>() {
-        return key_sums<M, kIsByte, kPieces>(factor, size, codes, span.dims, group_size, room, sums);
+        return key_sums<M, G, kIsByte, kPieces>(factor, size, codes, span.dims, group_size, room, sums);
       });
 #endif
   return false;
 }
 
-// out[m][c] = before * out[m][c] + sum over d of q[m][d] (zero[d] + scale[d] code[d, c]) for the positions of a span.
+// out[m][c] = before * out[m][c] + sum over d of q[m][d] (zero[d] + scale[d] code[d, c]) for the positions of the spans
+// of up to kGroups groups of a level.
 template <typename T, int M>
-void add_group_scores(const T* q, int64_t q_row, const GroupSpan<T>& span, int64_t row, int64_t group_size,
-                      GroupRoom<T>& room, T* out, int64_t out_row) {
+void add_group_scores(const T* q, int64_t q_row, const GroupSpan<T>* spans, int64_t count, int64_t row,
+                      int64_t group_size, GroupRoom<T>& room, T* out, int64_t out_row) {
+  constexpr int64_t kMost = kGroups<M>;
   const int64_t size = room.size;
-  const uint8_t* codes = span.codes + row * span.row_stride;
-  T base[M], *const factor = room.factor.data(), *const sums = room.sums.data();
-  for (int m = 0; m < M; ++m)
-    base[m] = scaled(q + m * q_row, span.scale + row * span.scale_stride, span.zero + row * span.scale_stride, T(0),
-                     span.dims, factor + m * size);
-  if (!key_sums_by_integers<M>(factor, size, codes, span, group_size, room.integers, sums))
-    key_sums_by_numbers<T, M>(factor, size, codes, span, group_size, sums);
-  for (int m = 0; m < M; ++m) {
-    using V = Vec<T>;
-    T* const to = out + m * out_row;
-    const T* const found = sums + m * size + span.skip;
-    if (span.before == 0)
-      map([&](V x) { return x + V(base[m]); }, to, found, span.size);
-    else
-      map2([&](V x, V y) { return fmadd(V(span.before), y, x + V(base[m])); }, to, found, to, span.size);
+  const uint8_t* codes[kMost];
+  T base[kMost][M], *const factor = room.factor.data(), *const sums = room.sums.data();
+  for (int64_t g = 0; g < count; ++g) {
+    const GroupSpan<T>& span = spans[g];
+    const int64_t at = row * span.scale_stride;
+    codes[g] = span.codes + row * span.row_stride;
+    for (int m = 0; m < M; ++m) {
+      Vec<T> total(T(0));
+      scaled(q + m * q_row, span.scale + at, span.zero + at, T(0), span.dims, factor + (g * M + m) * size, total);
+      base[g][m] = sum_of(total);
+    }
   }
+  if (!key_sums_by_integers<M, kMost>(factor, size, codes, *spans, count, group_size, room.integers, sums))
+    for (int64_t g = 0; g < count; ++g) {
+      const T* const own = factor + g * M * size;
+      T* const to = sums + g * M * size;
+      if (!key_sums_by_integers<M, 1>(own, size, codes + g, *spans, 1, group_size, room.integers, to))
+        key_sums_by_numbers<T, M>(own, size, codes[g], *spans, group_size, to);
+    }
+  for (int64_t g = 0; g < count; ++g)
+    for (int m = 0; m < M; ++m) {
+      using V = Vec<T>;
+      const GroupSpan<T>& span = spans[g];
+      T* const to = out + m * out_row + span.column;
+      const T *const found = sums + (g * M + m) * size + span.skip, first = base[g][m];
+      if (span.before == 0)
+        map([&](V x) { return x + V(first); }, to, found, span.size);
+      else
+        map2([&](V x, V y) { return fmadd(V(span.before), y, x + V(first)); }, to, found, to, span.size);
+    }
 }
 
 // What is taken off codes of values, so that they are about as often above 0 as below: with the zero of each token,
@@ -387,10 +411,6 @@ void add_values_by_numbers(const T* factor, int64_t size, const uint8_t* codes, 
   }
 }
 
-// Groups of values that are computed together for M queries.
-template <int M>
-constexpr int64_t kGroups = std::max<int64_t>(1, kMostHeads / M);
-
 // The same for `count` groups of one level, by integers; false, and nothing done, where that cannot be.
 template <int M, int G, typename T>
 bool add_values_by_integers(const T* factor, int64_t size, const uint8_t* const* codes, const GroupSpan<T>& span,
@@ -417,7 +437,9 @@ void add_group_values(const T* weight, int64_t weight_row, const GroupSpan<T>* s
   const uint8_t* codes[kGroups<M>];
   for (int64_t first = 0, part = 0; first < spans->dims; first += group_size, ++part) {
     const int64_t dims = std::min(group_size, spans->dims - first);
-    T base[M] = {}, *const factor = room.factor.data();
+    Vec<T> base[M];
+    std::fill(base, base + M, Vec<T>(T(0)));
+    T* const factor = room.factor.data();
     for (int64_t g = 0; g < count; ++g) {
       const GroupSpan<T>& span = spans[g];
       codes[g] = span.codes + row * span.row_stride + first * bytes;
@@ -425,8 +447,8 @@ void add_group_values(const T* weight, int64_t weight_row, const GroupSpan<T>* s
       for (int m = 0; m < M; ++m) {
         T* const own = factor + (g * M + m) * size;
         std::fill(own, own + span.skip, T(0));
-        base[m] += scaled(weight + m * weight_row + span.column, span.scale + at, span.zero + at,
-                          static_cast<T>(middle_of(span.bits)), span.size, own + span.skip);
+        scaled(weight + m * weight_row + span.column, span.scale + at, span.zero + at,
+               static_cast<T>(middle_of(span.bits)), span.size, own + span.skip, base[m]);
       }
     }
     T* const lanes = room.lanes() + first * C::W;
@@ -437,8 +459,10 @@ void add_group_values(const T* weight, int64_t weight_row, const GroupSpan<T>* s
         if (!add_values_by_integers<M, 1>(own, size, codes + g, *spans, 1, dims, group_size, lanes, room.lanes_row))
           add_values_by_numbers<T, M>(own, size, codes[g], spans->bits, dims, group_size, lanes, room.lanes_row);
       }
-    for (int m = 0; m < M; ++m)
-      for (int64_t d = first; d < first + dims; ++d) out[m * out_row + d] += base[m];
+    for (int m = 0; m < M; ++m) {
+      const T all = sum_of(base[m]);
+      for (int64_t d = first; d < first + dims; ++d) out[m * out_row + d] += all;
+    }
   }
 }
 
@@ -512,36 +536,50 @@ std::vector<Weighed<S, Span>> weighed(const K& kept, int64_t position, const Sum
   return out;
 }
 
-// Room of one thread for its queries.
+// Room of one thread for up to `heads` queries.
 template <typename T>
 struct StepRoom {
   int64_t dim, columns, value_dim;
-  std::vector<T> scaled, weight, sums;
+  std::vector<T> scaled, sums;
+  std::unique_ptr<T[]> weight;  // of all that a query sees: not set to 0 first
   GroupRoom<T> group;
-  StepRoom(int64_t dim, int64_t columns, int64_t value_dim, int64_t group_size)
+  StepRoom(int64_t heads, int64_t dim, int64_t columns, int64_t value_dim, int64_t group_size)
       : dim(dim),
         columns(columns),
         value_dim(value_dim),
-        scaled(kMostHeads * dim),
-        weight(kMostHeads * columns),
-        sums(kMostHeads * value_dim),
-        group(group_size, std::max(dim, value_dim)) {}
+        scaled(heads * dim),
+        sums(heads * value_dim),
+        weight(new T[heads * columns]),
+        group(heads, group_size, std::max(dim, value_dim)) {}
 };
+
+// How many of some spans, one after the other and at most kMost, are of the level of the first.
+template <int64_t kMost, typename T>
+int64_t like_the_first(const GroupSpan<T>* spans, int64_t count) {
+  int64_t found = 1;
+  while (found < std::min(count, kMost) && spans[found].first == spans->first) ++found;
+  return found;
+}
 
 // The sums of M queries that read the same rows of keys and values, from `room.scaled` into `room.sums`.
 template <typename S, int M, template <typename> class Span>
 void attend_together(const std::vector<Weighed<S, Span>>& softmaxes, int64_t key_row, int64_t value_row,
                      int64_t group_size, StepRoom<Sum<S>>& room) {
   using T = Sum<S>;
-  T *const q = room.scaled.data(), *const weight = room.weight.data(), *const sums = room.sums.data();
+  T *const q = room.scaled.data(), *const weight = room.weight.get(), *const sums = room.sums.data();
   std::fill(room.sums.begin(), room.sums.end(), T(0));
   for (const Weighed<S, Span>& one : softmaxes) {
     // Levels in their order: what one adds changes the scale of the sum so far.
-    auto group = one.key_groups.begin();
+    const auto& key_groups = one.key_groups;
+    size_t group = 0;
     const auto add_groups_to = [&](int64_t first) {  // of the levels up to the one with these dimensions
-      for (; group != one.key_groups.end() && group->first <= first; ++group)
-        add_group_scores<T, M>(q + group->first, room.dim, *group, key_row, group_size, room.group,
-                               weight + group->column, room.columns);
+      while (group < key_groups.size() && key_groups[group].first <= first) {
+        const GroupSpan<T>* const spans = key_groups.data() + group;
+        const int64_t count = like_the_first<kGroups<M>>(spans, key_groups.size() - group);
+        add_group_scores<T, M>(q + spans->first, room.dim, spans, count, key_row, group_size, room.group, weight,
+                               room.columns);
+        group += count;
+      }
     };
     for (const Span<S>& span : one.keys) {
       add_groups_to(span.first);
@@ -555,12 +593,12 @@ void attend_together(const std::vector<Weighed<S, Span>>& softmaxes, int64_t key
     const auto& groups = one.value_groups;
     for (size_t n = 0, count = 0; n < groups.size(); n += count) {
       const GroupSpan<T>& span = groups[n];
-      const auto is_like = [&](size_t other) { return groups[other].first == span.first; };  // of the same level
-      if (n == 0 || !is_like(n - 1)) std::fill_n(lanes, M * room.group.lanes_row, T(0));
-      for (count = 1; count < kGroups<M> && n + count < groups.size() && is_like(n + count);) ++count;
+      if (n == 0 || groups[n - 1].first != span.first) std::fill_n(lanes, M * room.group.lanes_row, T(0));
+      count = like_the_first<kGroups<M>>(&span, groups.size() - n);
       add_group_values<T, M>(weight, room.columns, &span, count, value_row, group_size, room.group, sums + span.first,
                              room.value_dim);
-      if (n + count < groups.size() && is_like(n + count)) continue;
+      const size_t next = n + count;
+      if (next < groups.size() && groups[next].first == span.first) continue;  // of the same level
       for (int m = 0; m < M; ++m)
         for (int64_t d = 0; d < span.dims; ++d)
           sums[m * room.value_dim + span.first + d] +=
@@ -588,7 +626,7 @@ void attend(const Tensor& query, const Order& order, const Sum<S>* factors,
   const int64_t most = std::clamp<int64_t>(rows / threads, 1, std::min(unit, kHeads<S>)),
                 pieces = (unit + most - 1) / most;
   parallel_for(rows / unit * pieces, [&](int64_t begin, int64_t end) {
-    StepRoom<T> room(dim, columns, value_dim, group_size);
+    StepRoom<T> room(most, dim, columns, value_dim, group_size);
     for (int64_t piece = begin; piece < end; ++piece) {
       const int64_t first = piece / pieces * unit + piece % pieces * most;
       const int64_t count = std::min(most, unit - piece % pieces * most);

@@ -43,6 +43,11 @@ inline bool has_integers(int64_t group_size, int64_t dims) {
   return is_here && group_size % 64 == 0 && dims % 8 == 0 && dims <= kMostDims;
 }
 
+// sum += products of four codes and bytes side by side, in place: written with the intrinsic, GCC copies the sums.
+STRUCTATTN_INTEGERS inline void add_products(__m512i& sum, __m512i codes, __m512i bytes) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(bytes));
+}
+
 inline __mmask16 first_lanes(int64_t count) { return count >= 16 ? 0xffff : (1 << count) - 1; }
 
 inline __m512 widened(const Half* x, __mmask16 lanes) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(lanes, x)); }
@@ -79,10 +84,12 @@ inline __m256i bytes_of(__m512i x, __m512i y, int shift) {
 template <int kPieces>
 constexpr float kMostSteps = kPieces == 3 ? 8323072.f : 32512.f;
 
-// 32 bytes of one row, and of another.
-inline __m512i two_rows(const uint8_t* a, const uint8_t* b) {
-  const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(a));
-  return _mm512_inserti64x4(_mm512_castsi256_si512(low), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b)), 1);
+// 32 bytes of a row, and of the next, which is `stride` away.
+inline __m512i two_rows(const uint8_t* x, int64_t stride) {
+  if (stride == 32) return _mm512_loadu_si512(x);
+  const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
+  return _mm512_inserti64x4(_mm512_castsi256_si512(low),
+                            _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + stride)), 1);
 }
 
 // The bytes of four rows side by side: of each lane of 16 the first four of each row, the next four, ...
@@ -104,7 +111,7 @@ inline void four_vectors(const uint8_t* codes, int64_t stride, __m512i* out) {
   __m512i row[4];
   for (int n = 0; n < 4; ++n)
     row[n] = kIsByte ? _mm512_loadu_si512(codes + n * stride)
-                     : two_rows(codes + 2 * n * stride, codes + (2 * n + 1) * stride);
+                     : two_rows(codes + 2 * n * stride, stride);
   interleave(row, out);
 }
 
@@ -117,18 +124,13 @@ inline void by_position(const uint8_t* codes, int64_t stride, int64_t dims, Line
   }
 }
 
-// Numbers of a query as bytes, in the order of `by_position`: for each of its steps a vector of each piece. False where
-// they have no unit.
+// Numbers of a query as bytes, in the order of `by_position`: for each of its steps a vector of each piece.
 template <bool kIsByte, int kPieces>
-inline bool by_piece(const float* x, int64_t dims, float& unit, Line* out) {
+inline void by_piece(const float* x, int64_t dims, float inverse, Line* out) {
   const __m512i order = kIsByte ? _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
                                 : _mm512_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
   // Of four numbers side by side the first bytes, then the second ones, ...
   const __m512i pieces = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
-  __m512i most = _mm512_setzero_si512();
-  for (int64_t d = 0; d < dims; d += 16) most = larger(most, _mm512_maskz_loadu_ps(first_lanes(dims - d), x + d));
-  float inverse;
-  if (!unit_of(most, kMostSteps<kPieces>, unit, inverse)) return false;
   for (int64_t d = 0; d < dims; d += 16) {
     __m512i bytes = as_bytes(_mm512_maskz_loadu_ps(first_lanes(dims - d), x + d), inverse);
     bytes = _mm512_shuffle_epi8(_mm512_permutexvar_epi32(order, bytes), pieces);
@@ -140,33 +142,42 @@ inline bool by_piece(const float* x, int64_t dims, float& unit, Line* out) {
       at = _mm512_add_epi32(at, _mm512_set1_epi32(kRowsAtOnce<kIsByte>));
     }
   }
-  return true;
+}
+
+// Sums of the lanes of four vectors whose halves are to be added, in the order of their positions.
+inline void fold(const __m512i (&x)[4], __m512i& first, __m512i& second) {
+  const __m512i a = _mm512_add_epi32(_mm512_shuffle_i32x4(x[0], x[1], 0x44), _mm512_shuffle_i32x4(x[0], x[1], 0xee));
+  const __m512i b = _mm512_add_epi32(_mm512_shuffle_i32x4(x[2], x[3], 0x44), _mm512_shuffle_i32x4(x[2], x[3], 0xee));
+  first = _mm512_shuffle_i32x4(a, b, 0x88), second = _mm512_shuffle_i32x4(a, b, 0xdd);
+}
+
+// The lanes of four vectors, in the order of their positions.
+inline void transpose(const __m512i (&x)[4], __m512i (&out)[4]) {
+  const __m512i a = _mm512_shuffle_i32x4(x[0], x[1], 0x44), b = _mm512_shuffle_i32x4(x[2], x[3], 0x44);
+  const __m512i c = _mm512_shuffle_i32x4(x[0], x[1], 0xee), d = _mm512_shuffle_i32x4(x[2], x[3], 0xee);
+  out[0] = _mm512_shuffle_i32x4(a, b, 0x88), out[1] = _mm512_shuffle_i32x4(a, b, 0xdd);
+  out[2] = _mm512_shuffle_i32x4(c, d, 0x88), out[3] = _mm512_shuffle_i32x4(c, d, 0xdd);
 }
 
 // out = unit times the sums of products of codes and of a query, which are given for each of its pieces: for 64
 // positions, or for 32 of those in one half of each byte of 4 bits.
 template <bool kIsByte, int kPieces>
 STRUCTATTN_INTEGERS inline void store_pieces(const __m512i (&sums)[kPieces][4], float unit, float* out) {
+  constexpr int kVectors = kIsByte ? 4 : 2;
+  __m512i of_piece[kPieces][4];
 #pragma GCC unroll 4
-  for (int n = 0; n < 4; ++n) {
-    __m512i upper = sums[kPieces - 1][n];
-    if constexpr (kPieces == 3) upper = _mm512_add_epi32(_mm512_slli_epi32(upper, 8), sums[1][n]);
-    if constexpr (kIsByte) {
-      const __m512 all = _mm512_mul_ps(
-          _mm512_set1_ps(unit),
-          _mm512_fmadd_ps(_mm512_cvtepi32_ps(upper), _mm512_set1_ps(256), _mm512_cvtepi32_ps(sums[0][n])));
-      _mm_storeu_ps(out + 4 * n, _mm512_extractf32x4_ps(all, 0));
-      _mm_storeu_ps(out + 16 + 4 * n, _mm512_extractf32x4_ps(all, 1));
-      _mm_storeu_ps(out + 32 + 4 * n, _mm512_extractf32x4_ps(all, 2));
-      _mm_storeu_ps(out + 48 + 4 * n, _mm512_extractf32x4_ps(all, 3));
-    } else {
-      const __m256i x = _mm256_add_epi32(_mm512_castsi512_si256(upper), _mm512_extracti64x4_epi64(upper, 1));
-      const __m256i y = _mm256_add_epi32(_mm512_castsi512_si256(sums[0][n]), _mm512_extracti64x4_epi64(sums[0][n], 1));
-      const __m256 all = _mm256_mul_ps(
-          _mm256_set1_ps(unit), _mm256_fmadd_ps(_mm256_cvtepi32_ps(x), _mm256_set1_ps(256), _mm256_cvtepi32_ps(y)));
-      _mm_storeu_ps(out + 4 * n, _mm256_castps256_ps128(all));
-      _mm_storeu_ps(out + 16 + 4 * n, _mm256_extractf128_ps(all, 1));
-    }
+  for (int p = 0; p < kPieces; ++p)
+    if constexpr (kIsByte)
+      transpose(sums[p], of_piece[p]);
+    else
+      fold(sums[p], of_piece[p][0], of_piece[p][1]);
+#pragma GCC unroll 4
+  for (int n = 0; n < kVectors; ++n) {
+    __m512i upper = of_piece[kPieces - 1][n];
+    if constexpr (kPieces == 3) upper = _mm512_add_epi32(_mm512_slli_epi32(upper, 8), of_piece[1][n]);
+    const __m512 all =
+        _mm512_fmadd_ps(_mm512_cvtepi32_ps(upper), _mm512_set1_ps(256), _mm512_cvtepi32_ps(of_piece[0][n]));
+    _mm512_storeu_ps(out + 16 * n, _mm512_mul_ps(_mm512_set1_ps(unit), all));
   }
 }
 
@@ -201,8 +212,8 @@ STRUCTATTN_INTEGERS inline void store_sums(const uint8_t* codes, int64_t stride,
 #pragma GCC unroll 4
       for (int p = 0; p < kPieces; ++p) {
         const __m512i piece = _mm512_load_si512(query + p);
-        low[p][n] = _mm512_dpbusd_epi32(low[p][n], first, piece);
-        if constexpr (!kIsByte) high[p][n] = _mm512_dpbusd_epi32(high[p][n], second, piece);
+        add_products(low[p][n], first, piece);
+        if constexpr (!kIsByte) add_products(high[p][n], second, piece);
       }
     }
   }
@@ -210,24 +221,33 @@ STRUCTATTN_INTEGERS inline void store_sums(const uint8_t* codes, int64_t stride,
   if constexpr (!kIsByte) store_pieces<kIsByte, kPieces>(high, unit / 16, other);
 }
 
-// sums[m][n] = sum over d of factor[m][d] code[d, n] for the positions of a group, with dims numbers `factor`; false,
-// and nothing done, where these have no unit.
-template <int M, bool kIsByte, int kPieces>
-STRUCTATTN_INTEGERS bool key_sums(const float* factor, int64_t row, const uint8_t* codes, int64_t dims,
+// sums[g][m][n] = sum over d of factor[g][m][d] code[g][d, n] for the positions n of G groups; false, and nothing done,
+// where the numbers `factor` have no unit.
+template <int M, int G, bool kIsByte, int kPieces>
+STRUCTATTN_INTEGERS bool key_sums(const float* factor, int64_t row, const uint8_t* const* codes, int64_t dims,
                                   int64_t group_size, IntegerRoom& room, float* sums) {
   const int64_t stride = kIsByte ? group_size : group_size / 2, lines = dims / kRowsAtOnce<kIsByte> * kPieces;
-  float unit[M];
-  for (int m = 0; m < M; ++m)
-    if (!by_piece<kIsByte, kPieces>(factor + m * row, dims, unit[m], room.bytes.data() + m * lines)) return false;
-  for (int64_t c = 0; c < stride; c += kIsByte ? 64 : 32) {
-    if constexpr (M > 1) by_position<kIsByte>(codes + c, stride, dims, room.codes.data());
-    const uint8_t* const from = M > 1 ? room.codes[0].bytes : codes + c;
-    for (int m = 0; m < M; ++m) {
-      const Line* const query = room.bytes.data() + m * lines;
-      float* const out = sums + m * row + c;
-      store_sums<kIsByte, kPieces, M == 1>(from, stride, query, dims, unit[m], out, out + stride);
-    }
+  float unit[M], inverse[M];
+  for (int m = 0; m < M; ++m) {
+    __m512i most = _mm512_setzero_si512();
+    for (int g = 0; g < G; ++g)
+      for (int64_t d = 0; d < dims; d += 16)
+        most = larger(most, _mm512_maskz_loadu_ps(first_lanes(dims - d), factor + (g * M + m) * row + d));
+    if (!unit_of(most, kMostSteps<kPieces>, unit[m], inverse[m])) return false;
   }
+  for (int g = 0; g < G; ++g)
+    for (int m = 0; m < M; ++m)
+      by_piece<kIsByte, kPieces>(factor + (g * M + m) * row, dims, inverse[m], room.bytes.data() + (g * M + m) * lines);
+  for (int g = 0; g < G; ++g)
+    for (int64_t c = 0; c < stride; c += kIsByte ? 64 : 32) {
+      if constexpr (M > 1) by_position<kIsByte>(codes[g] + c, stride, dims, room.codes.data());
+      const uint8_t* const from = M > 1 ? room.codes[0].bytes : codes[g] + c;
+      for (int m = 0; m < M; ++m) {
+        const Line* const query = room.bytes.data() + (g * M + m) * lines;
+        float* const out = sums + (g * M + m) * row + c;
+        store_sums<kIsByte, kPieces, M == 1>(from, stride, query, dims, unit[m], out, out + stride);
+      }
+    }
   return true;
 }
 
@@ -273,12 +293,14 @@ STRUCTATTN_INTEGERS bool add_value_sums(const float* factor, int64_t row, const 
       __m512i sum = _mm512_setzero_si512();
 #pragma GCC unroll 4
       for (int p = kPieces - 1; p >= 0; --p) {
-        if (p < kPieces - 1) sum = _mm512_slli_epi32(sum, 8);
+        // One chain for each piece: they do not wait for each other.
+        __m512i own = _mm512_setzero_si512();
 #pragma GCC unroll 4
         for (int g = 0; g < G; ++g) {
-          sum = _mm512_dpbusd_epi32(sum, low[g], left[g][m][p]);
-          if constexpr (!kIsByte) sum = _mm512_dpbusd_epi32(sum, high[g], right[g][m][p]);
+          add_products(own, low[g], left[g][m][p]);
+          if constexpr (!kIsByte) add_products(own, high[g], right[g][m][p]);
         }
+        sum = p < kPieces - 1 ? _mm512_add_epi32(_mm512_slli_epi32(sum, 8), own) : own;
       }
       return sum;
     };
@@ -290,7 +312,7 @@ STRUCTATTN_INTEGERS bool add_value_sums(const float* factor, int64_t row, const 
 #pragma GCC unroll 4
       for (int g = 0; g < G; ++g) {
         const uint8_t* const from = codes[g] + d * stride + c;
-        const __m512i all = kIsByte ? _mm512_loadu_si512(from) : two_rows(from, from + stride);
+        const __m512i all = kIsByte ? _mm512_loadu_si512(from) : two_rows(from, stride);
         low[g] = kIsByte ? all : _mm512_and_si512(all, mask);
         high[g] = _mm512_and_si512(_mm512_srli_epi16(all, 4), mask);
       }

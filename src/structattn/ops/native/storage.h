@@ -85,14 +85,24 @@ void add_groups(const Stored& level, int64_t first, int64_t last, int64_t begin,
                 Sum<S> before, int64_t group_size, std::vector<GroupSpan<Sum<S>>>& out) {
   using Scale = typename GroupSpan<Sum<S>>::Scale;
   const Quantized& from = level.quantized;
-  for (int64_t group = first / group_size; first < last && group * group_size < last; ++group) {
+  int64_t group = first / group_size;
+  const int64_t end = first < last ? (last + group_size - 1) / group_size : group;
+  out.reserve(out.size() + end - group);
+  while (group < end) {  // those that lie side by side in a page
     int64_t slot = from.ring ? group % from.ring : group - begin / group_size;
+    int64_t count = end - group;
+    if (from.ring) count = std::min(count, from.ring - slot);
     const Tensor* page = from.page(slot);
-    const int64_t start = group * group_size, skip = std::max<int64_t>(0, first - start);
-    const auto scale = [&](int64_t n) { return page[n].const_data_ptr<Scale>() + slot * page[n].stride(1); };
-    out.push_back({page[0].const_data_ptr<uint8_t>() + slot * page[0].stride(1), scale(1), scale(2), page[0].stride(0),
-                   page[1].stride(0), from.bits, level.dims, skip, group_size - skip, start + skip - low, dim, before,
-                   sizeof(S) > 2});
+    count = std::min(count, page[0].size(1) - slot);
+    const uint8_t* const codes = page[0].const_data_ptr<uint8_t>();
+    const Scale *const scales = page[1].const_data_ptr<Scale>(), *const zeros = page[2].const_data_ptr<Scale>();
+    const int64_t row = page[0].stride(0), scale_row = page[1].stride(0);
+    const int64_t stride = page[0].stride(1), scale_stride = page[1].stride(1);
+    for (const int64_t stop = group + count; group < stop; ++group, ++slot) {
+      const int64_t start = group * group_size, skip = std::max<int64_t>(0, first - start);
+      out.push_back({codes + slot * stride, scales + slot * scale_stride, zeros + slot * scale_stride, row, scale_row,
+                     from.bits, level.dims, skip, group_size - skip, start + skip - low, dim, before, sizeof(S) > 2});
+    }
   }
 }
 

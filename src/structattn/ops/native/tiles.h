@@ -41,13 +41,16 @@ struct Slices {
 
 // Rows of x as pairs, (rows, depth): the slice of each level begins with a pair, its last one may have a 0.
 inline void pad(const BFloat16* x, int64_t stride, int64_t rows, const Slices<float>& slices, Pair* out) {
-  const int64_t levels = static_cast<int64_t>(slices.factors.size());
-  for (int64_t i = 0; i < rows; ++i, x += stride) {
-    for (int64_t l = 0; l < levels; ++l) {
-      const int64_t begin = slices.numbers[l], count = slices.numbers[l + 1] - begin;
-      Pair* const to = out + i * slices.depth() + slices.operands[l];
+  const int64_t levels = static_cast<int64_t>(slices.factors.size()), depth = slices.depth();
+  for (int64_t l = 0, end = 0; l < levels; l = end) {  // levels of which only the last is odd lie side by side
+    while (end < levels && (slices.numbers[end + 1] - slices.numbers[end]) % 2 == 0) ++end;
+    end = std::min(end + 1, levels);
+    const int64_t begin = slices.numbers[l], count = slices.numbers[end] - begin;
+    const BFloat16* from = x + begin;
+    Pair* to = out + slices.operands[l];
+    for (int64_t i = 0; i < rows; ++i, from += stride, to += depth) {
       if (count % 2 != 0) to[count / 2] = Pair();
-      std::memcpy(static_cast<void*>(to), x + begin, count * sizeof(BFloat16));
+      std::memcpy(static_cast<void*>(to), from, count * sizeof(BFloat16));
     }
   }
 }

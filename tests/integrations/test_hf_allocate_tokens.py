@@ -12,6 +12,7 @@ from structattn.integrations.transformers import allocate, calibrate, level_cach
 from structattn.integrations.transformers.caches.model_cache import CACHE
 from structattn.integrations.transformers.calibration import allocate as allocate_module
 from structattn.integrations.transformers.calibration.head_choices import GROUP_SIZES, RECENT_TOKENS
+from structattn.integrations.transformers.calibration.prompts import COPIES
 from structattn.integrations.transformers.calibration.record import Calibration
 from structattn.integrations.transformers.calibration.token_scores import WAYS, _plain_weights, _ways
 from structattn.integrations.transformers.masks.structured_mask import Sequences
@@ -176,13 +177,15 @@ def test_files_of_before_say_nothing_of_recent_tokens(found, tmp_path) -> None:
     key = "structattn_calibration"
     data, tensors = read_tensors(tmp_path / "new.safetensors", key, what="calibration", remedy="again", version=1)
     tokens = found.tokens
-    assert data.pop("tokens") == {"recent": 256, "exponent": tokens.exponent, "measured": tokens.measured}
+    names = ("exponent", "measured", "of_text")
+    assert data.pop("tokens") == {"recent": 256} | {name: getattr(tokens, name) for name in names}
     write_tensors(tmp_path / "old.safetensors", key, data, tensors)
     old = Calibration.load(tmp_path / "old.safetensors")
     assert (old.tokens.recent, old.tokens.exponent, old.tokens.measured) == (256, 1.0, 0.0)
     assert old.tokens.change(0.01) == 0.01
-    assert tokens.change(tokens.measured / 2) == pytest.approx(tokens.measured / 4)
-    assert tokens.change(2 * tokens.measured) == 2 * tokens.measured
+    assert 0 < tokens.of_text < 1 / (1 - COPIES)
+    assert tokens.change(tokens.measured / 4) == pytest.approx(tokens.of_text * tokens.measured / 8)
+    assert tokens.change(2 * tokens.measured) == 2 * tokens.of_text * tokens.measured
     assert torch.equal(old.tokens.losses_with(128), 2 * found.tokens.losses)
 
 

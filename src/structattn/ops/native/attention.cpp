@@ -234,9 +234,9 @@ class Weights {
 constexpr int kSlack = 8;
 
 // Makes the scores of a row weights, and adds them up, into a vector of sums: only the last of them takes its numbers
-// together. What was summed before is scaled where a much larger score comes.
-template <typename T>
-void weigh(T* row, int64_t first, int64_t last, T* sums, int64_t size, T& most, T* total) {
+// together. What was summed before, `sums` and the vectors of `totals`, is scaled where a much larger score comes.
+template <typename T, size_t N>
+void weigh(T* row, int64_t first, int64_t last, T* sums, int64_t size, T& most, const std::array<T*, N>& totals) {
   using V = Vec<T>;
   constexpr int64_t W = V::size();
   if (first == last) return;
@@ -245,7 +245,7 @@ void weigh(T* row, int64_t first, int64_t last, T* sums, int64_t size, T& most, 
   if (!all_at_most(top, V(most + kSlack))) {  // a much larger one, or one that is not a number
     const T largest = largest_of(top);
     const T factor = most == kNone<T> ? T(0) : exponential(most - largest);
-    (V::loadu(total) * V(factor)).store(total);
+    for (T* total : totals) (V::loadu(total) * V(factor)).store(total);
     if (most != kNone<T>) multiplied<T>(sums, factor, size, sums);
     most = largest;
   } else if (most == kNone<T>) {
@@ -253,13 +253,13 @@ void weigh(T* row, int64_t first, int64_t last, T* sums, int64_t size, T& most, 
     return;
   }
   const V shift(most);
-  V added = V::loadu(total);
+  V added = V::loadu(totals[0]);
   for (int64_t c = first; c < last; c += W) {
     const V weight = exponential(V::loadu(row + c), shift);
     weight.store(row + c);
     added = added + weight;
   }
-  added.store(total);
+  added.store(totals[0]);
 }
 
 template <typename I>
@@ -295,7 +295,11 @@ std::tuple<Tensor, Tensor> forward_of(const Tensor& q, const Tensor& k, const Te
   }
   parallel_for(static_cast<int64_t>(work.size()), [&](int64_t begin, int64_t end) {
     const RegistersFor<P> registers;
-    std::vector<T> score(kRows * kCols), sums(kRows * size), most(kRows), total(kRows * W);
+    // Of weights that are rounded, the sums of these divide the outputs: so a weight that outdoes all others is exact,
+    // whatever it is rounded to.
+    constexpr size_t kTotals = kIsPair<P> ? 2 : 1;
+    std::vector<T> score(kRows * kCols), sums(kRows * size), most(kRows), total(kTotals * kRows * W);
+    T* const rounded = total.data() + (kTotals - 1) * kRows * W;
     Query<I> query(layout.keys, layout.per_dim.data(), false);
     Keys<I> tile_keys(dim * kCols), tile_values(size * kCols);
     Weights<P> weights(true, false);
@@ -307,7 +311,7 @@ std::tuple<Tensor, Tensor> forward_of(const Tensor& q, const Tensor& k, const Te
       query.set(queries_of.at(span.row, head, span.query + first), queries_of.row, rows);
       std::fill_n(sums.begin(), rows * size, T(0));
       std::fill_n(most.begin(), rows, kNone<T>);
-      std::fill_n(total.begin(), rows * W, T(0));
+      std::fill(total.begin(), total.end(), T(0));
       const PackedAs<I>*const key_t = keys.at(number, head / share, span), *const value_rows =
                                                                                values.at(number, head / share, span);
       for (const Tile<P>& tile : tiles.of(span, first, rows)) {
@@ -317,9 +321,14 @@ std::tuple<Tensor, Tensor> forward_of(const Tensor& q, const Tensor& k, const Te
         terms.add(span, head, first, rows, tile, score.data(), nullptr);
         for (int64_t i = 0; i < rows; ++i) {
           const auto [low, high] = tile.seen(i, kNone<T>, score.data() + i * kCols);
-          weigh<T>(score.data() + i * kCols, low, high, sums.data() + i * size, size, most[i], total.data() + i * W);
+          std::array<T*, kTotals> totals{total.data() + i * W};
+          totals.back() = rounded + i * W;
+          weigh(score.data() + i * kCols, low, high, sums.data() + i * size, size, most[i], totals);
         }
         const Sides<P> sides = weights.of(score.data(), rows);
+#if defined(__AVX512BF16__)
+        if constexpr (kIsPair<P>) add_pairs(sides.over_columns, rows, rounded);
+#endif
         const auto [value, stride] = tile_values.rows(value_rows + tile.from / kCols * stacked,
                                                       values_of.at(span.row, head / share, span.key + tile.from),
                                                       values_of.row, tile.cols, size);
@@ -329,13 +338,13 @@ std::tuple<Tensor, Tensor> forward_of(const Tensor& q, const Tensor& k, const Te
       }
       T* const to_lse = lses + (span.row * heads + head) * num_queries + span.query + first;
       for (int64_t i = 0; i < rows; ++i) {
-        const T weight = sum_of(V::loadu(total.data() + i * W));
+        const T weight = sum_of(V::loadu(total.data() + i * W)), divisor = sum_of(V::loadu(rounded + i * W));
         I* const to = outs.at(span.row, head, span.query + first + i);
-        if (weight == 0) {  // it sees nothing
+        if (divisor == 0) {  // it sees nothing
           std::fill_n(to, size, I(0));
           continue;
         }
-        multiplied<T>(sums.data() + i * size, 1 / weight, size, to);
+        multiplied<T>(sums.data() + i * size, 1 / divisor, size, to);
         to_lse[i] = most[i] + logarithm(weight);
       }
     }

@@ -163,6 +163,17 @@ inline void keep_rows(Interval even, Interval odd, Pair* row) {
   }
 }
 
+// Adds up the rounded numbers of the rows of a tile, each row into a vector of sums.
+inline void add_pairs(const Pair* x, int64_t rows, float* sums) {
+  const __m512bh ones = reinterpret_cast<__m512bh>(_mm512_set1_epi16(0x3f80));
+  for (int64_t i = 0; i < rows; ++i, sums += 16) {
+    __m512 sum = _mm512_loadu_ps(sums);
+    for (int64_t c = 0; c < kCols / 2; c += 16, x += 16)
+      sum = _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(_mm512_loadu_si512(x)), ones);
+    _mm512_storeu_ps(sums, sum);
+  }
+}
+
 // Rounds the rows of a tile to the sides that are there.
 inline void to_pairs(const float* x, int64_t rows, Sides<Pair> out) {
   const auto rounded = [](__m512 low, __m512 high) {

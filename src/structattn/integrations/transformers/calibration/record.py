@@ -219,5 +219,5 @@ def _plain(calibration: Calibration) -> dict[str, Any]:
         "windows": None if calibration.effects is None else calibration.effects.windows,
         "tokens": {}
         if tokens is None
-        else {name: getattr(tokens, name) for name in ("recent", "exponent", "measured")},
+        else {name: getattr(tokens, name) for name in ("recent", "exponent", "measured", "of_text")},
     }

@@ -43,6 +43,7 @@ _QUERIES = 128  # whose weights are held at once
 _LEAST = 1e-5  # of a weight: below this all are alike
 _RIDGE = 0.01  # relative to the variance of each number of a hidden state
 _SHARE = 1 / 8  # of the tokens, at which the change of the predictions is measured
+_GROWTH = 1.5  # the power with which it grows up to there
 _HELD_OUT = 5  # one text of so many
 _SHORTEST = 128
 _SUMS, _SCORERS, _DROPPED, _CHANGES = "token sums", "token scorers", "dropped tokens", "changes by chosen tokens"
@@ -61,6 +62,8 @@ class TokenScores:
         recent: of ``losses``.
         exponent: with r recent tokens they are (recent / r)^exponent times as large.
         measured: the change of the predictions at which they were measured, in nats per token.
+        of_text: the change of the predictions of text there, relative to ``measured``, in which copies of far
+            text count as a tenth of the tokens: they lose much more.
     """
 
     scorers: tuple[Tensor, ...]
@@ -68,12 +71,17 @@ class TokenScores:
     recent: int = RECENT
     exponent: float = EXPONENT
     measured: float = 0.0
+    of_text: float = 1.0
 
     def change(self, losses: float) -> float:
-        """The change of the predictions where the losses of all heads add up to that. A divergence grows
-        with the square of small changes: below ``measured`` it is losses^2 / measured.
+        """The change of the predictions of text where the losses of all heads add up to that.
+
+        Above ``measured`` it is of_text losses, below it of_text measured (losses / measured)^1.5: there sums
+        expect too much, and squares, of which a divergence is made where changes are small, too little.
         """
-        return losses * losses / self.measured if losses < self.measured else losses
+        if losses < self.measured:
+            return self.of_text * self.measured * (losses / self.measured) ** _GROWTH
+        return self.of_text * losses
 
     def losses_with(self, recent: int, waiting: int = 1) -> Tensor:
         """``losses`` where another number of recent tokens stays, and as many more as have come since a block
@@ -321,7 +329,7 @@ def token_scores(
     dropped = torch.cat([fit.dropped / fit.tokens for fit in fits.values() if fit.dropped is not None]).cpu()
     ways = _ways(dropped, _SHARE)
     recent = min(RECENT, min(text.shape[1] for text in held) // _FEWER)
-    change, with_fewer = _changes(model, fits, held, ways, (recent, recent // _FEWER), results)
+    (change, of_text), (with_fewer, _) = _changes(model, fits, held, ways, (recent, recent // _FEWER), results)
     lost = float(dropped.gather(1, ways[:, None]).sum())
     exponent = math.log(with_fewer / change, _FEWER) if min(change, with_fewer) > _LEAST else EXPONENT
     return TokenScores(
@@ -329,6 +337,7 @@ def token_scores(
         losses=dropped * (change / max(lost, 1e-30)),
         recent=recent,
         measured=change,
+        of_text=of_text / change if min(change, of_text) > _LEAST else 1.0,
         exponent=min(max(exponent, 0.0), _LARGEST_EXPONENT),
     )
 
@@ -399,17 +408,17 @@ def _changes(
     ways: Tensor,
     recents: Sequence[int],
     results: PassResults,
-) -> list[float]:
+) -> list[tuple[float, float]]:
     """The mean Kullback-Leibler divergence of the predictions where far tokens are chosen, in nats per token,
-    for each number of recent ones: of the texts, and of copies in them.
+    for each number of recent ones: of the texts and of copies in them, and of the texts alone.
     """
     generator = torch.Generator().manual_seed(0)
-    prompts: list[tuple[float, ScoredText]] = []
+    prompts: list[ScoredText] = []
     for text in texts:
-        prompts += [(1 - COPIES, text_prompt(text)), (COPIES, retrieval_prompt(text, generator))]
+        prompts += [text_prompt(text), retrieval_prompt(text, generator)]
     kept = results.get(_CHANGES)
     changes: list[list[float]] = [] if kept is None else kept["changes"].tolist()
-    for _, prompt in counted(prompts[len(changes) :], "predictions from chosen tokens"):
+    for prompt in counted(prompts[len(changes) :], "predictions from chosen tokens"):
         with _running(model, _Pass(fits)):
             whole = log_probabilities(model, prompt)
         changes.append([])
@@ -418,11 +427,11 @@ def _changes(
                 less = log_probabilities(model, prompt)
             changes[-1].append(float((whole.exp() * (whole - less)).sum(-1).mean()))
         results.keep(_CHANGES, {"changes": torch.tensor(changes, dtype=torch.float64)})
-    weights = [weight / len(texts) for weight, _ in prompts]
-    totals = [sum(w * of_prompt[n] for w, of_prompt in zip(weights, changes, strict=True)) for n in range(len(recents))]
-    if not all(map(math.isfinite, totals)):
+    of_recent = torch.tensor(changes, dtype=torch.float64).view(len(texts), 2, len(recents)).mean(dim=0)
+    of_text, of_copies = of_recent.clamp(min=0).tolist()
+    if not bool(of_recent.isfinite().all()):
         raise CalibrationError(
             "the predictions of the model are NaN or infinite where far tokens are chosen: calibrate with "
             "retrieval=False, or in float32"
         )
-    return [max(total, 0.0) for total in totals]
+    return [((1 - COPIES) * text + COPIES * copies, text) for text, copies in zip(of_text, of_copies, strict=True)]

@@ -110,8 +110,7 @@ template <bool kIsByte>
 inline void four_vectors(const uint8_t* codes, int64_t stride, __m512i* out) {
   __m512i row[4];
   for (int n = 0; n < 4; ++n)
-    row[n] = kIsByte ? _mm512_loadu_si512(codes + n * stride)
-                     : two_rows(codes + 2 * n * stride, stride);
+    row[n] = kIsByte ? _mm512_loadu_si512(codes + n * stride) : two_rows(codes + 2 * n * stride, stride);
   interleave(row, out);
 }
 

@@ -69,15 +69,19 @@ def rounded_as_pytorchs_kernel(
     return out, rounded(dq), rounded(dk), rounded(dv)
 
 
-@pytest.mark.parametrize("mean", [0.0, 10.0])
+@pytest.mark.parametrize(("deviation", "mean"), [(1.0, 0.0), (1.0, 10.0), (4.0, 0.0)])
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_errors_are_at_most_those_of_pytorchs_kernel(dtype: torch.dtype, name: str, mean: float) -> None:
-    """A mean of the values makes gradients of scores differences of large numbers."""
+def test_errors_are_at_most_those_of_pytorchs_kernel(
+    dtype: torch.dtype, name: str, deviation: float, mean: float
+) -> None:
+    """A mean of the values makes gradients of scores differences of large numbers. Scores of a large
+    deviation give most of the weight to one key, whose weight should lose nothing.
+    """
     torch.manual_seed(0)
     layout = LAYOUTS[name]
     q, k, v, cotangent = (torch.randn(1, 2, 301, 64).to(dtype) for _ in range(4))
-    v = (v.float() + mean).to(dtype)
+    q, v = (deviation * q.float()).to(dtype), (v.float() + mean).to(dtype)
 
     def exactly(*x: Tensor) -> Tensor:
         return sa.structured_attention(*x, layout, backend="reference")

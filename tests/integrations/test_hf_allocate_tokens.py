@@ -145,6 +145,7 @@ def test_fewer_recent_tokens_lose_more_by_a_power_that_is_measured(found) -> Non
 def test_as_many_recent_tokens_stay_as_fit_and_the_groups_that_lose_least(
     found, monkeypatch, compression, recent
 ) -> None:
+    monkeypatch.setattr(allocate_module, "LONG", LONG)
     chosen = allocate(found, compression=compression, context_length=LONG)
     losses = {}
     for size in ((recent, group_size) for recent in RECENT_TOKENS for group_size in GROUP_SIZES):
@@ -169,6 +170,9 @@ def test_long_contexts_have_the_largest_groups_that_fit(found) -> None:
         sizes.append({(storage.recent, storage.group_size) for storage in each if storage and storage.keep is not None})
     assert sizes[0] == {(256, 64)}
     assert sizes[-1] == {(128, 16)}
+    storages = allocate(found, compression=8, context_length=LONG).storage
+    each = [storage for layer in storages for storage in (layer if isinstance(layer, list) else [layer])]
+    assert {storage.group_size for storage in each if storage and storage.keep is not None} == {64}
 
 
 def test_files_of_before_say_nothing_of_recent_tokens(found, tmp_path) -> None:

@@ -104,7 +104,7 @@ def allocate(
     choice is the head's part of the change of the predictions, as ``calibrate`` measured it; copies of far
     text have a tenth of the weight. Where far tokens are chosen, the last 256 always stay, or 128 or 64
     where more do not fit, and groups have 16, 32 or 64 tokens, with the least loss, or the most that fit in
-    contexts beyond 4,096; all heads have the same.
+    contexts beyond 2,048; all heads have the same.
     With r recent tokens the loss is (256 / r)^p times that with 256, with the p of the calibration; tokens of
     a block that is not decided on are recent too. ``expected_loss`` is of text, without copies; what
     heads lose by missing tokens, added up, counts with the power 1.5 below what an eighth of the tokens lost.

@@ -24,7 +24,7 @@ from structattn.spec.attention import AttentionSpec, parse_spec
 # with more than 256: at 8,192 tokens 512 lost more than 256 at the same bytes.
 RECENT_TOKENS = (256, 128, 64)
 GROUP_SIZES = (64, 32, 16)
-LONG = 4096  # in longer contexts the largest groups that fit lost least, whatever was expected of smaller ones
+LONG = 2048  # in longer contexts the largest groups that fit lost least, whatever was expected of smaller ones
 _STEPS = 2**4 - 1, 2**8 - 1  # of numbers of 4 and of 8 bits: the square of their ratio is that of what they lose
 
 

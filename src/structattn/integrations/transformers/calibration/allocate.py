@@ -106,8 +106,8 @@ def allocate(
     where more do not fit, and groups have 16, 32 or 64 tokens, with the least loss, or the most that fit in
     contexts beyond 2,048; all heads have the same.
     With r recent tokens the loss is (256 / r)^p times that with 256, with the p of the calibration; tokens of
-    a block that is not decided on are recent too. ``expected_loss`` is of text, without copies; what
-    heads lose by missing tokens, added up, counts with the power 1.5 below what an eighth of the tokens lost.
+    a block that is not decided on are recent too. ``expected_loss`` is of text, without copies; what heads
+    lose by missing tokens, added up, counts with the power 1.5 below what an eighth of the tokens lost.
 
     With ``"levels"``, every layer gets two to five levels, of keys and of values, instead: level 1 keeps r_1
     and v_1 dimensions of all T tokens, level l others of one block of n_l tokens, so that a key/value head
@@ -122,8 +122,8 @@ def allocate(
     heads and bits at the same bytes on SmolLM2-135M, the one real model that was measured.
 
     The choices that lie on the lower convex hull of loss over size are taken in the order of loss per byte,
-    over all heads (or layers) of the model, until the budget is spent. A larger budget never has a larger
-    expected loss.
+    over all heads (or layers) of the model, until the budget is spent. With groups of one size, a larger
+    budget never has a larger expected loss.
 
     Args:
         calibration: of the model.

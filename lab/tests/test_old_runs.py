@@ -58,7 +58,8 @@ def test_a_run_is_scored_as_before(task: str, old: Path, capsys) -> None:
         pytest.importorskip("chronos")
     assert main(["evaluate", str(old / "runs" / task)]) == 0
     found, before = numbers(capsys.readouterr().out.splitlines()), numbers(expected(old)[task])
-    assert found == pytest.approx(before, rel=ANOTHER_ORDER)
+    # A divergence of 1e-5 is a sum of float32 numbers that nearly cancel: 1e-8 of it is rounding.
+    assert found == pytest.approx(before, rel=ANOTHER_ORDER, abs=1e-7)
     assert found
 
 

@@ -11,10 +11,10 @@ from structattn.errors import ConfigError
 from structattn.integrations.transformers import allocate, calibrate, level_cache, load_structurized, structurize
 from structattn.integrations.transformers.caches.model_cache import CACHE
 from structattn.integrations.transformers.calibration import allocate as allocate_module
-from structattn.integrations.transformers.calibration.head_choices import GROUP_SIZES, RECENT_TOKENS
-from structattn.integrations.transformers.calibration.prompts import COPIES
+from structattn.integrations.transformers.calibration.head_choices import GROUP_SIZES
 from structattn.integrations.transformers.calibration.record import Calibration
-from structattn.integrations.transformers.calibration.token_scores import WAYS, _plain_weights, _ways
+from structattn.integrations.transformers.calibration.token_losses import WAYS, TokenLosses, losses_of_head
+from structattn.integrations.transformers.calibration.token_scores import _plain_weights
 from structattn.integrations.transformers.masks.structured_mask import Sequences
 from structattn.integrations.transformers.variant import Variant
 from structattn.ops.terms import ScoreTerms
@@ -61,15 +61,71 @@ def _layer(cache, number):
     return [contents for _, contents in cache.layers[number].level_cache._kept.parts]
 
 
-def test_scores_predict_what_is_looked_back_at(found) -> None:
+def test_more_tokens_lose_less(found) -> None:
     losses = found.tokens.losses
-    assert losses.shape == (LAYERS * GROUPS, len(WAYS))
-    assert bool((losses[:, :-1] >= losses[:, 1:]).all())  # more tokens never lose more
+    assert losses.recents == (64, 128, 256, 512)  # up to half of a text
     assert [scorer.shape for scorer in found.tokens.scorers] == [(GROUPS, 64 + 1)] * LAYERS
-    half = WAYS.index((4, 8))
-    assert bool((losses[:, half] < 0.5 * losses[:, 0]).all())  # in any other order half of them lose half
-    shares = torch.tensor([keep / block for keep, block in WAYS])
-    assert 0.15 < float(shares[_ways(losses, 0.25)].mean()) <= 0.25
+    for of_kind in (losses.text, losses.copies):
+        assert of_kind.shape == (LAYERS * GROUPS, len(WAYS), 4)
+        total = of_kind.sum(dim=0)
+        assert bool((total[0] > total[WAYS.index((4, 8))]).all())
+        assert bool((total[WAYS.index((4, 8))] > total[-1]).all())
+        assert bool((total[0, :-1] > total[0, 1:]).all())
+    for share in (0.2, 0.4, 0.7):
+        ways, recents = zip(*losses.choices(share, LENGTH), strict=True)
+        kept = [WAYS[way][0] / WAYS[way][1] for way in ways]
+        shares = [x + (1 - x) * recent / LENGTH for x, recent in zip(kept, recents, strict=True)]
+        assert share - 0.15 < sum(shares) / len(shares) <= share
+
+
+def test_losses_are_those_of_outputs_without_the_tokens() -> None:
+    """By the definition: the softmax over what stays, times the gradient."""
+    torch.manual_seed(0)
+    scores, gradient, v = torch.randn(2, 9, 40).double(), torch.randn(2, 9, 8).double(), torch.randn(40, 8).double()
+    rows, recents, lost = torch.arange(31, 40), (1, 3, 30, 64), torch.rand(3, 40) < 0.4
+    lost[:, 0] = False
+    scores.masked_fill_(torch.arange(40) > rows[:, None], -torch.inf)
+    weights = scores.softmax(-1)
+    found = losses_of_head(weights, gradient @ v.mT, lost, rows, recents)
+    for way, of_way in enumerate(lost):
+        for number, recent in enumerate(recents):
+            hidden = of_way & (torch.arange(40) <= rows[:, None] - recent)
+            change = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v - weights @ v
+            wanted = (gradient * change).sum(-1).sum(0).square().sum() / 2
+            assert float(found[way, number]) == pytest.approx(float(wanted), rel=1e-9, abs=1e-20)
+
+
+def test_losses_between_numbers_of_recent_tokens_are_powers() -> None:
+    text = torch.tensor([[[4.0, 1.0, 1.0, 0.25]]], dtype=torch.float64)
+    losses = TokenLosses(recents=(64, 128, 256, 512), text=text, copies=2 * text)
+
+    def loss(recent: int, waiting: int = 1) -> float:
+        found = losses.with_recent(recent, waiting)
+        assert found.recents == (recent,)
+        assert torch.allclose(found.copies, 2 * found.text)
+        return float(found.text)
+
+    assert [loss(recent) for recent in losses.recents] == pytest.approx([4, 1, 1, 0.25])
+    assert loss(96) == pytest.approx(4 * (96 / 64) ** -2)
+    assert loss(200) == pytest.approx(1)
+    assert loss(1024) == pytest.approx(0.25 / 4)
+    assert loss(32) == pytest.approx(16)
+    each = [loss(64 + more) for more in range(100)]  # as the block of a cache fills
+    assert loss(64, 100) == pytest.approx(sum(each) / 100)
+    one = TokenLosses(recents=(64,), text=text[..., :1], copies=text[..., :1])
+    assert float(one.with_recent(128).text) == pytest.approx(2)
+    nothing = TokenLosses(recents=(64, 128), text=0 * text[..., :2], copies=0 * text[..., :2])
+    assert float(nothing.with_recent(100, 64).both) < 1e-9
+
+
+def test_losses_are_scaled_to_what_was_measured() -> None:
+    torch.manual_seed(0)
+    text, copies = torch.rand(2, 3, len(WAYS), 2, dtype=torch.float64)
+    losses, choices = TokenLosses(recents=(64, 128), text=text, copies=copies), [(0, 64), (2, 128), (8, 64)]
+    found = losses.scaled(choices, 0.7, 1.9)
+    for of_kind, wanted in ((found.text, 0.7), (found.copies, 1.9)):
+        assert float(of_kind[0, 0, 0] + of_kind[1, 2, 1] + of_kind[2, 8, 0]) == pytest.approx(wanted)
+    assert torch.allclose(losses.scaled(choices, 1e9, 0.0).copies, copies / 8)  # no measurement is trusted that far
 
 
 def test_weights_are_those_of_the_score() -> None:
@@ -108,15 +164,11 @@ def test_the_bytes_are_those_allocated(model, found, compression) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("recent_tokens", [None, 64, 128])
-def test_a_model_loses_what_is_expected(model, found, texts, monkeypatch, recent_tokens) -> None:
-    """Within a factor of three, whatever number of recent tokens stays; and a prompt attends to all of its
-    tokens.
-    """
-    if recent_tokens is not None:
-        monkeypatch.setattr(allocate_module, "RECENT_TOKENS", (recent_tokens,))
-        monkeypatch.setattr(allocate_module, "GROUP_SIZES", (16,))
-    chosen = allocate(found, compression=2, context_length=LENGTH, methods=("tokens",))
+@pytest.mark.parametrize("compression", [1.5, 2, 2.8])
+def test_a_model_loses_what_is_expected(model, found, texts, monkeypatch, compression) -> None:
+    """Within a factor of three; and a prompt attends to all of its tokens."""
+    monkeypatch.setattr(allocate_module, "GROUP_SIZES", (16,))
+    chosen = allocate(found, compression=compression, context_length=LENGTH, methods=("tokens",))
     changed = structurize(copy.deepcopy(model), chosen)
     ids = texts[3:]
     plain = model(ids).logits[0].log_softmax(-1)
@@ -130,74 +182,67 @@ def test_a_model_loses_what_is_expected(model, found, texts, monkeypatch, recent
     assert chosen.expected_loss / 3 < measured < 3 * chosen.expected_loss
 
 
-def test_fewer_recent_tokens_lose_more_by_a_power_that_is_measured(found) -> None:
-    tokens = found.tokens
-    assert tokens.recent == 256
-    assert 0 < tokens.exponent < 2
-    assert torch.equal(tokens.losses_with(256), tokens.losses)
-    ratio = tokens.losses_with(64)[:, 0] / tokens.losses[:, 0]
-    assert torch.allclose(ratio, torch.tensor(4**tokens.exponent, dtype=torch.float64))
-    each = torch.stack([tokens.losses_with(64 + more) for more in range(100)])  # as the block of a cache fills
-    assert torch.allclose(tokens.losses_with(64, 100), each.mean(dim=0))
+def _storages(chosen):
+    """Of the heads that keep some far tokens."""
+    each = [storage for layer in chosen.storage for storage in (layer if isinstance(layer, list) else [layer])]
+    return [storage for storage in each if storage is not None and storage.keep is not None]
 
 
-@pytest.mark.parametrize(("compression", "recent"), [(3, 256), (10, 256), (19, 128), (25, 64)])
-def test_as_many_recent_tokens_stay_as_fit_and_the_groups_that_lose_least(
-    found, monkeypatch, compression, recent
-) -> None:
+@pytest.mark.parametrize("compression", [3, 10, 25])
+def test_heads_have_the_groups_that_lose_least_and_recent_tokens_of_their_own(found, monkeypatch, compression) -> None:
     monkeypatch.setattr(allocate_module, "LONG", LONG)
-    chosen = allocate(found, compression=compression, context_length=LONG)
-    losses = {}
-    for size in ((recent, group_size) for recent in RECENT_TOKENS for group_size in GROUP_SIZES):
-        monkeypatch.setattr(allocate_module, "RECENT_TOKENS", size[:1])
-        monkeypatch.setattr(allocate_module, "GROUP_SIZES", size[1:])
-        if size[0] >= 4 * size[1]:
-            with contextlib.suppress(ConfigError):  # what always stays may be more than the budget
-                losses[size] = allocate(found, compression=compression, context_length=LONG).expected_loss
-    assert max(size[0] for size in losses) == recent
-    of_recent = {size: loss for size, loss in losses.items() if size[0] == recent}
-    assert chosen.expected_loss == min(of_recent.values())
-    storages = [storage for layer in chosen.storage for storage in (layer if isinstance(layer, list) else [layer])]
-    sizes = {(storage.recent, storage.group_size) for storage in storages if storage and storage.keep is not None}
-    assert sizes == {min(of_recent, key=of_recent.get)}
+    chosen, of_size = allocate(found, compression=compression, context_length=LONG), {}
+    for size in GROUP_SIZES:
+        monkeypatch.setattr(allocate_module, "GROUP_SIZES", (size,))
+        with contextlib.suppress(ConfigError):  # what always stays may be more than the budget
+            of_size[size] = allocate(found, compression=compression, context_length=LONG)
+    assert chosen.expected_loss in {other.expected_loss for other in of_size.values()}
+    (size,) = {storage.group_size for storage in _storages(chosen)}
+    assert of_size[size].expected_loss == chosen.expected_loss
+    assert all(storage.recent >= 4 * size for storage in _storages(chosen))
 
 
 def test_long_contexts_have_the_largest_groups_that_fit(found) -> None:
     sizes = []
-    for compression in (12, 40, 48):
-        storages = allocate(found, compression=compression, context_length=2 * LONG).storage
-        each = [storage for layer in storages for storage in (layer if isinstance(layer, list) else [layer])]
-        sizes.append({(storage.recent, storage.group_size) for storage in each if storage and storage.keep is not None})
-    assert sizes[0] == {(256, 64)}
-    assert sizes[-1] == {(128, 16)}
-    storages = allocate(found, compression=8, context_length=LONG).storage
-    each = [storage for layer in storages for storage in (layer if isinstance(layer, list) else [layer])]
-    assert {storage.group_size for storage in each if storage and storage.keep is not None} == {64}
+    for compression in (12, 40, 56):
+        chosen = allocate(found, compression=compression, context_length=2 * LONG)
+        sizes.append({storage.group_size for storage in _storages(chosen)})
+    assert sizes[0] == {64}
+    assert sizes[-1] == {16}
+    assert {storage.group_size for storage in _storages(allocate(found, compression=8, context_length=LONG))} == {64}
 
 
-def test_files_of_before_say_nothing_of_recent_tokens(found, tmp_path) -> None:
-    """Their losses are those with 256, and half as many lose twice as much."""
+def test_files_of_before_are_read(found, tmp_path) -> None:
+    """Theirs have losses with one number of recent tokens, which fall by a power of it."""
     found.save(tmp_path / "new.safetensors")
     key = "structattn_calibration"
     data, tensors = read_tensors(tmp_path / "new.safetensors", key, what="calibration", remedy="again", version=1)
-    tokens = found.tokens
-    names = ("exponent", "measured", "of_text")
-    assert data.pop("tokens") == {"recent": 256} | {name: getattr(tokens, name) for name in names}
-    write_tensors(tmp_path / "old.safetensors", key, data, tensors)
-    old = Calibration.load(tmp_path / "old.safetensors")
-    assert (old.tokens.recent, old.tokens.exponent, old.tokens.measured) == (256, 1.0, 0.0)
-    assert old.tokens.change(0.01) == 0.01
-    assert 0 < tokens.of_text < 1 / (1 - COPIES)
-    assert tokens.change(tokens.measured / 4) == pytest.approx(tokens.of_text * tokens.measured / 8)
-    assert tokens.change(2 * tokens.measured) == 2 * tokens.of_text * tokens.measured
-    assert torch.equal(old.tokens.losses_with(128), 2 * found.tokens.losses)
+    assert data["tokens"] == {"recents": [64, 128, 256, 512]}
+    for name in ("text", "copies"):
+        del tensors[f"tokens.{name}"]
+    tensors["tokens.losses"] = torch.rand(LAYERS * GROUPS, len(WAYS), dtype=torch.float64)
+    for of_tokens, exponent, of_text in (
+        (None, 1.0, 1.0),
+        ({"recent": 256, "exponent": 0.5, "measured": 0.01, "of_text": 0.6}, 0.5, 0.6),
+    ):
+        data.pop("tokens", None)
+        data |= {} if of_tokens is None else {"tokens": of_tokens}
+        write_tensors(tmp_path / "old.safetensors", key, data, tensors)
+        old = Calibration.load(tmp_path / "old.safetensors").tokens
+        assert all(map(torch.equal, old.scorers, found.tokens.scorers))
+        losses = old.losses.with_recent(128)
+        assert torch.allclose(losses.both[..., 0], tensors["tokens.losses"] * 2**exponent)
+        assert torch.allclose(losses.text, of_text * losses.both)
+        assert allocate(Calibration.load(tmp_path / "old.safetensors"), compression=4).expected_loss > 0
+    assert old.losses.both.shape == (LAYERS * GROUPS, len(WAYS), 3)
 
 
 def test_a_saved_model_and_its_cache_go_on(smaller, found, texts, tmp_path) -> None:
     found.save(tmp_path / "found.safetensors")
     read = Calibration.load(tmp_path / "found.safetensors")
-    assert torch.equal(read.tokens.losses, found.tokens.losses)
-    assert read.tokens.exponent == found.tokens.exponent
+    assert read.tokens.losses.recents == found.tokens.losses.recents
+    assert torch.equal(read.tokens.losses.text, found.tokens.losses.text)
+    assert torch.equal(read.tokens.losses.copies, found.tokens.losses.copies)
     assert all(map(torch.equal, read.tokens.scorers, found.tokens.scorers))
     prompt = texts[:2, :980]
     tokens = smaller.generate(prompt, max_new_tokens=60, do_sample=False)

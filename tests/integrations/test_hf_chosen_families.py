@@ -39,7 +39,6 @@ def marks(family):
 
 @pytest.mark.parametrize("family", [pytest.param(family, marks=marks(family)) for family in [*FAMILIES, *RARE]])
 def test_each_row_has_the_tokens_that_it_has_alone(family, monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr(allocate_module, "RECENT_TOKENS", (64,))
     monkeypatch.setattr(allocate_module, "GROUP_SIZES", (16,))
     model = longer(family)
     texts = torch.randint(3, VOCAB, (2, LONGEST), generator=torch.Generator().manual_seed(2))

@@ -89,7 +89,7 @@ def test_the_command_writes_a_smaller_model_and_what_it_lost(folder, text) -> No
     assert chosen < 0.55
     assert window < 0.55
     cache = level_cache(written, max_length=LENGTH + 64)
-    written.generate(torch.zeros((1, LENGTH), dtype=torch.long), cache=cache, max_new_tokens=2)
+    written.generate(torch.zeros((1, LENGTH), dtype=torch.long), cache=cache, min_new_tokens=65, max_new_tokens=65)
     assert rows[3]["nbytes"] == cache.nbytes
     about = re.search(r"expected to change predictions by \d\.\d+ nats", rows[3]["about"])
     assert about

@@ -16,7 +16,6 @@ from structattn.integrations.transformers.calibration.choices import choices
 from structattn.integrations.transformers.calibration.head_choices import (
     GROUP_SIZES,
     LONG,
-    RECENT_TOKENS,
     HeadChoices,
     head_choices,
     spec_of_heads,
@@ -98,16 +97,14 @@ def allocate(
     """Chooses what every key head keeps, so that the cache of the whole model fits a budget with the least
     expected loss.
 
-    With ``"tokens"``, a key head keeps some eighths of the tokens that are far back, those with the highest
-    scores (``Storage(keep=...)``); with ``"bits"``, numbers that are far back have 16, 8 or 4 bits; with
-    ``"heads"``, a key head keeps all tokens, or a window of recent ones and the first four. The loss of a
-    choice is the head's part of the change of the predictions, as ``calibrate`` measured it; copies of far
-    text have a tenth of the weight. Where far tokens are chosen, the last 256 always stay, or 128 or 64
-    where more do not fit, and groups have 16, 32 or 64 tokens, with the least loss, or the most that fit in
-    contexts beyond 2,048; all heads have the same.
-    With r recent tokens the loss is (256 / r)^p times that with 256, with the p of the calibration; tokens of
-    a block that is not decided on are recent too. ``expected_loss`` is of text, without copies; what heads
-    lose by missing tokens, added up, counts with the power 1.5 below what an eighth of the tokens lost.
+    With ``"tokens"``, a key head keeps its last 64 to 1,024 tokens and some eighths of those further back,
+    with the highest scores (``Storage(keep=..., recent=...)``); with ``"bits"``, numbers that are far back
+    have 16, 8 or 4 bits; with ``"heads"``, a key head keeps all tokens, or a window of recent ones and the
+    first four. The loss of a choice is the head's part of the change of the predictions, as ``calibrate``
+    measured it; copies of far text have a tenth of the weight. Where far tokens are chosen, groups have 16,
+    32 or 64 tokens, with the least loss, or the most that fit in contexts beyond 2,048; all heads have the
+    same, and at least four groups of recent tokens. Tokens of a block that is not decided on are recent too.
+    ``expected_loss`` is of text, without copies.
 
     With ``"levels"``, every layer gets two to five levels, of keys and of values, instead: level 1 keeps r_1
     and v_1 dimensions of all T tokens, level l others of one block of n_l tokens, so that a key/value head
@@ -190,14 +187,11 @@ def _by_heads(
 ) -> Allocation:
     size = _BYTES if per_token is None else calibration.element_size
     best: tuple[float, list[list[HeadChoices]], list[int]] | None = None
-    budget, plain, smallest, best_recent = 0.0, 0.0, math.inf, 0
-    sizes = [(group_size, recent) for recent in RECENT_TOKENS for group_size in GROUP_SIZES if recent >= 4 * group_size]
-    for group_size, recent in sizes if "tokens" in methods else sizes[:1]:
-        if best is not None and (recent < best_recent or length > LONG):
+    budget, plain, smallest = 0.0, 0.0, math.inf
+    for group_size in GROUP_SIZES if "tokens" in methods else GROUP_SIZES[:1]:
+        if best is not None and length > LONG:
             break
-        of_layers = head_choices(
-            calibration, length, dtype=_DTYPES[size], methods=methods, group_size=group_size, recent=recent
-        )
+        of_layers = head_choices(calibration, length, dtype=_DTYPES[size], methods=methods, group_size=group_size)
         groups = [group for of_layer in of_layers for group in of_layer]
         plain = sum(float(group.sizes[0]) for group in groups)
         budget = _budget(compression, per_token, plain / size, size, length) * size
@@ -205,13 +199,13 @@ def _by_heads(
         chosen = cheapest(groups, budget)
         if chosen is None:
             continue
-        loss = _expected(calibration, groups, chosen)
+        loss = sum(float(group.losses[number]) for group, number in zip(groups, chosen, strict=True))
         if best is None or loss < best[0]:
-            best, best_recent = (loss, of_layers, chosen), recent
+            best = loss, of_layers, chosen
     if best is None:
         names = " and ".join(method for method in get_args(Method) if method in methods)
         raise _too_small(f"choice of {names} gives", budget, plain, smallest, length)
-    least, of_layers, chosen = best
+    _, of_layers, chosen = best
     groups = [group for of_layer in of_layers for group in of_layer]
     numbers, left = iter(chosen), iter(of_layers)
     of_tokens = iter(() if calibration.tokens is None else calibration.tokens.scorers)
@@ -236,17 +230,9 @@ def _by_heads(
         nbytes=int(sum(float(group.sizes[number]) for group, number in pairs)),
         plain_nbytes=int(plain),
         context_length=length,
-        expected_loss=least,
+        expected_loss=sum(float(group.of_text[number]) for group, number in pairs),
         scorers=scorers,
     )
-
-
-def _expected(calibration: Calibration, groups: Sequence[HeadChoices], chosen: Sequence[int]) -> float:
-    """The change of the predictions that is expected of all heads together."""
-    pairs = list(zip(groups, chosen, strict=True))
-    of_tokens = sum(float(group.of_tokens[number]) for group, number in pairs)
-    others = sum(float(group.losses[number]) for group, number in pairs) - of_tokens
-    return others + (of_tokens if calibration.tokens is None else calibration.tokens.change(of_tokens))
 
 
 def _place(calibration: Calibration, index: int) -> int:

@@ -15,15 +15,11 @@ from structattn.integrations.transformers.calibration.head_effects import SINK_T
 from structattn.integrations.transformers.calibration.methods import Method
 from structattn.integrations.transformers.calibration.prompts import COPIES
 from structattn.integrations.transformers.calibration.record import Calibration, LayerCalibration
-from structattn.integrations.transformers.calibration.token_scores import WAYS
+from structattn.integrations.transformers.calibration.token_losses import WAYS, TokenLosses
 from structattn.layout.levels import LevelLayout
 from structattn.spec.attention import AttentionSpec, parse_spec
 
-# Recent tokens that always stay where far ones are chosen, and tokens of a group; all heads have the same.
-# Fewer recent ones are taken only where more do not fit: more was lost with them than is expected. So it was
-# with more than 256: at 8,192 tokens 512 lost more than 256 at the same bytes.
-RECENT_TOKENS = (256, 128, 64)
-GROUP_SIZES = (64, 32, 16)
+GROUP_SIZES = (64, 32, 16)  # of tokens that are chosen together, and quantized; all heads have the same
 LONG = 2048  # in longer contexts the largest groups that fit lost least, whatever was expected of smaller ones
 _STEPS = 2**4 - 1, 2**8 - 1  # of numbers of 4 and of 8 bits: the square of their ratio is that of what they lose
 
@@ -68,14 +64,15 @@ class HeadChoices:
     Attributes:
         choices: all of them.
         sizes: bytes of the cache, (choices,) float64.
-        losses: expected change of the predictions in nats per token, (choices,) float64.
-        of_tokens: what of them comes from tokens that do not stay.
+        losses: expected change of the predictions in nats per token, (choices,) float64; copies of far text
+            are a tenth of the tokens.
+        of_text: likewise, of text without copies.
     """
 
     choices: tuple[HeadChoice, ...]
     sizes: Tensor
     losses: Tensor
-    of_tokens: Tensor
+    of_text: Tensor
 
 
 def head_choices(
@@ -85,7 +82,6 @@ def head_choices(
     dtype: torch.dtype,
     methods: set[Method],
     group_size: int = 64,
-    recent: int = 256,
 ) -> list[list[HeadChoices]]:
     """The choices of each key head of each layer that has keys of its own; of one whose window is the
     model's own, only bits.
@@ -95,9 +91,10 @@ def head_choices(
         length: T, tokens in the cache.
         dtype: of exact numbers.
         methods: what is chosen; otherwise heads see all tokens, or have 16 bits.
-        group_size, recent: where far tokens are chosen.
+        group_size: where far tokens are chosen.
     """
     first, found = 0, []
+    of_tokens: dict[tuple[int, int], TokenLosses] = {}  # where so many recent tokens stay, and so many wait
     for layer in calibration.layers:
         if layer.shape.keys_of is not None:
             continue
@@ -110,43 +107,45 @@ def head_choices(
             narrow = [window for window in calibration.effects.windows if window + SINK_TOKENS < length]
             ways += [HeadChoice(window, some) for window in narrow for some in all_bits if some != 8]
         if "tokens" in methods and is_free:
-            ways += [HeadChoice(None, some, way, group_size, recent) for way in range(len(WAYS)) for some in all_bits]
+            assert calibration.tokens is not None
+            recents = [recent for recent in calibration.tokens.losses.recents if recent >= 4 * group_size]
+            ways += [
+                HeadChoice(None, some, way, group_size, recent)
+                for way in range(len(WAYS))
+                for recent in recents
+                for some in all_bits
+            ]
+        sizes = torch.tensor([_nbytes(way, layer, length, dtype) for way in ways], dtype=torch.float64)
         for head in range(first, first + layer.shape.num_kv_heads):
-            of_tokens = torch.stack([_loss_of_tokens(way, calibration, head) for way in ways])
-            of_layer.append(
-                HeadChoices(
-                    choices=tuple(ways),
-                    sizes=torch.tensor([_nbytes(way, layer, length, dtype) for way in ways], dtype=torch.float64),
-                    losses=of_tokens + torch.stack([_other_loss(way, calibration, head) for way in ways]),
-                    of_tokens=of_tokens,
-                )
-            )
+            losses, of_text = torch.stack([_losses(way, calibration, head, of_tokens) for way in ways], dim=1)
+            of_layer.append(HeadChoices(choices=tuple(ways), sizes=sizes, losses=losses, of_text=of_text))
         first += layer.shape.num_kv_heads
         found.append(of_layer)
     return found
 
 
-def _loss_of_tokens(way: HeadChoice, calibration: Calibration, head: int) -> Tensor:
-    if way.way is None:
-        return torch.zeros((), dtype=torch.float64)
-    assert calibration.tokens is not None
-    waiting = WAYS[way.way][1] * way.group_size
-    return calibration.tokens.losses_with(way.recent, waiting)[head, way.way]
-
-
-def _other_loss(way: HeadChoice, calibration: Calibration, head: int) -> Tensor:
-    loss = torch.zeros((), dtype=torch.float64)
+def _losses(
+    way: HeadChoice, calibration: Calibration, head: int, of_tokens: dict[tuple[int, int], TokenLosses]
+) -> Tensor:
+    """Of text and copies, and of text alone, (2,) float64."""
+    found = torch.zeros(2, dtype=torch.float64)
+    if way.way is not None:
+        assert calibration.tokens is not None
+        key = way.recent, WAYS[way.way][1] * way.group_size
+        if key not in of_tokens:
+            of_tokens[key] = calibration.tokens.losses.with_recent(*key)
+        found += torch.stack([x[head, way.way, 0] for x in (of_tokens[key].both, of_tokens[key].text)])
     effects = calibration.effects
     if way.window is not None:
         assert effects is not None
         row = effects.windows.index(way.window)
-        loss = loss + (1 - COPIES) * effects.text[row, head].clamp(min=0)
-        loss = loss + COPIES * effects.retrieval[row, head].clamp(min=0)
+        text, copies = (x[row, head].clamp(min=0) for x in (effects.text, effects.retrieval))
+        found += torch.stack([(1 - COPIES) * text + COPIES * copies, text])
     if way.bits < 16:
         assert effects is not None
         rounding = effects.bits[head].clamp(min=0)
-        loss = loss + (rounding if way.bits == 4 else rounding * (_STEPS[0] / _STEPS[1]) ** 2)
-    return loss
+        found += rounding if way.bits == 4 else rounding * (_STEPS[0] / _STEPS[1]) ** 2
+    return found
 
 
 def _nbytes(way: HeadChoice, layer: LayerCalibration, length: int, dtype: torch.dtype) -> int:

@@ -19,6 +19,7 @@ from structattn.integrations.transformers.calibration.prompts import (
     COPIES,
     ScoredText,
     log_probabilities,
+    parameters_without_gradients,
     retrieval_prompt,
     text_prompt,
 )
@@ -215,10 +216,7 @@ def head_effects(
     generator = torch.Generator().manual_seed(0)
     of_text = _Measurement(model, layers, [text_prompt(ids) for ids in texts], results)
     of_copies = _Measurement(model, layers, [retrieval_prompt(ids, generator) for ids in texts], results)
-    required = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in required:
-        parameter.requires_grad_(False)
-    try:
+    with parameters_without_gradients(model):
         found: dict[str, Tensor] = {}
         whole: Tensor | None = None
         if not windows:
@@ -235,7 +233,4 @@ def head_effects(
                 whole = torch.zeros(of_text.count, dtype=torch.bool)
                 whole[scores.topk(of_text.count // 3).indices] = True
         bits = of_text.effects(_in_bits(4, 128), "heads in 4 bits")
-    finally:
-        for parameter in required:
-            parameter.requires_grad_(True)
     return HeadEffects(windows=tuple(windows), text=found["text"], retrieval=found["retrieval"], bits=bits)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -54,3 +56,16 @@ def log_probabilities(model: PreTrainedModel, prompt: ScoredText) -> Tensor:
     else:
         logits = model(input_ids=prompt.ids, use_cache=False).logits[0, prompt.scored]
     return logits.float().log_softmax(-1)
+
+
+@contextmanager
+def parameters_without_gradients(model: PreTrainedModel) -> Iterator[None]:
+    """A context in which no parameter of a model asks for a gradient: those of activations take less."""
+    required = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in required:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in required:
+            parameter.requires_grad_(True)

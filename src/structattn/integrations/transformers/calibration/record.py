@@ -17,13 +17,15 @@ from structattn.errors import ConfigError
 from structattn.integrations.transformers.calibration.discovery import FoundAttention
 from structattn.integrations.transformers.calibration.head_effects import HeadEffects
 from structattn.integrations.transformers.calibration.moments import Moments
-from structattn.integrations.transformers.calibration.token_scores import EXPONENT, RECENT, TokenScores
+from structattn.integrations.transformers.calibration.token_losses import TokenLosses
+from structattn.integrations.transformers.calibration.token_scores import TokenScores
 from structattn.layers.rotary_order import Rotation
 from structattn.tensor_files import read_tensors, write_tensors
 
 FORMAT_VERSION = 1
 _KEY = "structattn_calibration"
 _EFFECTS = ("text", "retrieval", "bits")
+_OLD_TOKENS = {"recent": 256, "exponent": 1.0, "of_text": 1.0}  # of files of before that do not say it
 _OPTIONS = ("scale", "sensitivity", "has_key_basis", "has_value_basis", "has_key_bias", "chunk_size")
 
 
@@ -165,7 +167,8 @@ class Calibration:
         if self.effects is not None:
             tensors |= {f"effects.{name}": getattr(self.effects, name).contiguous() for name in _EFFECTS}
         if self.tokens is not None:
-            tensors["tokens.losses"] = self.tokens.losses.contiguous()
+            losses = self.tokens.losses
+            tensors |= {"tokens.text": losses.text.contiguous(), "tokens.copies": losses.copies.contiguous()}
             tensors |= {f"tokens.{n}": scorer.contiguous() for n, scorer in enumerate(self.tokens.scorers)}
         write_tensors(path, _KEY, _plain(self), tensors)
 
@@ -190,12 +193,14 @@ class Calibration:
         windows = data.get("windows")  # files of before have none, and no recent tokens
         effects = {} if windows is None else {name: tensors[f"effects.{name}"] for name in _EFFECTS}
         tokens = None
-        if (losses := tensors.get("tokens.losses")) is not None:
-            count = sum(name.startswith("tokens.") for name in tensors) - 1
-            of_recent = {"recent": RECENT, "exponent": EXPONENT} | data.get("tokens", {})
-            tokens = TokenScores(
-                scorers=tuple(tensors[f"tokens.{n}"] for n in range(count)), losses=losses, **of_recent
-            )
+        scorers = tuple(tensors[f"tokens.{n}"] for n in range(len(layers)) if f"tokens.{n}" in tensors)
+        of_tokens = data.get("tokens", {})
+        if (losses := tensors.get("tokens.losses")) is not None:  # of before
+            options = {name: of_tokens.get(name, old) for name, old in _OLD_TOKENS.items()}
+            tokens = TokenScores(scorers=scorers, losses=TokenLosses.of_file(losses, **options))
+        elif of_tokens:
+            found = {name: tensors[f"tokens.{name}"] for name in ("text", "copies")}
+            tokens = TokenScores(scorers=scorers, losses=TokenLosses(recents=tuple(of_tokens["recents"]), **found))
         return cls(
             layers=layers,
             block_sizes=tuple(data["block_sizes"]),
@@ -217,7 +222,5 @@ def _plain(calibration: Calibration) -> dict[str, Any]:
         "context_length": calibration.context_length,
         "element_size": calibration.element_size,
         "windows": None if calibration.effects is None else calibration.effects.windows,
-        "tokens": {}
-        if tokens is None
-        else {name: getattr(tokens, name) for name in ("recent", "exponent", "measured", "of_text")},
+        "tokens": {} if tokens is None else {"recents": tokens.losses.recents},
     }

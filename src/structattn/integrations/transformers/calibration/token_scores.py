@@ -20,33 +20,29 @@ from structattn.integrations.transformers.attention.interface import attend
 from structattn.integrations.transformers.calibration.discovery import FoundAttention, observed, register_observer
 from structattn.integrations.transformers.calibration.pass_results import PassResults
 from structattn.integrations.transformers.calibration.prompts import (
-    COPIES,
     ScoredText,
     log_probabilities,
+    parameters_without_gradients,
     retrieval_prompt,
     text_prompt,
 )
 from structattn.integrations.transformers.calibration.query_terms import of_queries
+from structattn.integrations.transformers.calibration.token_losses import WAYS, TokenLosses, losses_of_head
 from structattn.integrations.transformers.masks.structured_mask import Sequences
 from structattn.integrations.transformers.variant import Variant
 from structattn.progress import counted
 
-# How many groups of tokens stay of how many, by the share that does.
-WAYS = ((0, 8), (1, 16), *((keep, 8) for keep in range(1, 8)))
-_LARGEST_EXPONENT = 2.0
 _GROUP = 64  # tokens of a group, where losses are measured
-RECENT = 256  # tokens that always stay there; fewer in texts that are shorter than four times as many
-EXPONENT = 1.0  # of ``TokenScores`` where it was not measured: half of the recent tokens lose twice as much
-_FEWER = 4  # and a fourth of them, which says how much more is lost
+RECENTS = (64, 128, 256, 512, 1024)  # numbers of recent tokens, of these those up to half of a text
 _NAME = "structattn_token_scores"
 _QUERIES = 128  # whose weights are held at once
+_MEASURED = 512  # queries of a text at which losses are measured
 _LEAST = 1e-5  # of a weight: below this all are alike
 _RIDGE = 0.01  # relative to the variance of each number of a hidden state
-_SHARE = 1 / 8  # of the tokens, at which the change of the predictions is measured
-_GROWTH = 1.5  # the power with which it grows up to there
-_HELD_OUT = 5  # one text of so many
+_SHARE = 1 / 4  # of the tokens, recent ones counted, at which the change of the predictions is measured
+_HELD_OUT = 3  # one text of so many
 _SHORTEST = 128
-_SUMS, _SCORERS, _DROPPED, _CHANGES = "token sums", "token scorers", "dropped tokens", "changes by chosen tokens"
+_SUMS, _SCORERS, _LOST, _CHANGES = "token sums", "token scorers", "lost tokens", "changes by chosen tokens"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -56,39 +52,11 @@ class TokenScores:
     Attributes:
         scorers: of each layer with keys of its own, (G, E + 1) float32: the scores of a hidden state (E,)
             that reaches the layer are scorer[:, :E] states + scorer[:, E].
-        losses: (heads, ways) float64, heads of all layers in their order: the expected change of the
-            predictions, in nats per token, for each of ``WAYS``, where the last ``recent`` tokens stay
-            too.
-        recent: of ``losses``.
-        exponent: with r recent tokens they are (recent / r)^exponent times as large.
-        measured: the change of the predictions at which they were measured, in nats per token.
-        of_text: the change of the predictions of text there, relative to ``measured``, in which copies of far
-            text count as a tenth of the tokens: they lose much more.
+        losses: what the predictions lose.
     """
 
     scorers: tuple[Tensor, ...]
-    losses: Tensor
-    recent: int = RECENT
-    exponent: float = EXPONENT
-    measured: float = 0.0
-    of_text: float = 1.0
-
-    def change(self, losses: float) -> float:
-        """The change of the predictions of text where the losses of all heads add up to that.
-
-        Above ``measured`` it is of_text losses, below it of_text measured (losses / measured)^1.5: there sums
-        expect too much, and squares, of which a divergence is made where changes are small, too little.
-        """
-        if losses < self.measured:
-            return self.of_text * self.measured * (losses / self.measured) ** _GROWTH
-        return self.of_text * losses
-
-    def losses_with(self, recent: int, waiting: int = 1) -> Tensor:
-        """``losses`` where another number of recent tokens stays, and as many more as have come since a block
-        was decided on: from 0 to fewer than ``waiting``, each as often.
-        """
-        stay = recent + torch.arange(waiting, dtype=torch.float64)
-        return self.losses * ((self.recent / stay) ** self.exponent).mean()
+    losses: TokenLosses
 
 
 @dataclass(eq=False)
@@ -100,16 +68,12 @@ class _LayerFit:
         squares: (E + 1, E + 1), the sum of x x^T over tokens.
         products: (E + 1, G), the sum of x y^T.
         scorer: (G, E + 1), once it is known.
-        dropped: (G, ways), the sum of the largest weights of tokens that do not stay.
-        tokens: how many tokens were summed.
     """
 
     attention: FoundAttention
     squares: Tensor | None = None
     products: Tensor | None = None
     scorer: Tensor | None = None
-    dropped: Tensor | None = None
-    tokens: int = 0
 
     def add(self, x: Tensor, weights: Tensor) -> None:
         """Adds the states (T, E) and the largest weights (G, T) of a text."""
@@ -142,14 +106,6 @@ class _LayerFit:
         assert self.scorer is not None
         return self.scorer @ _with_one(x).mT
 
-    def check(self, x: Tensor, weights: Tensor) -> None:
-        """Adds what would be dropped of a text; arguments as ``add``."""
-        weights, scores = weights.clone(), self.scores(x)
-        weights[:, :FIRST_TOKENS] = 0
-        dropped = torch.stack([(weights * ~_stays(scores, way)).sum(dim=1).double() for way in WAYS], dim=1)
-        self.dropped = dropped if self.dropped is None else self.dropped + dropped
-        self.tokens += x.shape[0]
-
 
 def _stays(scores: Tensor, way: tuple[int, int]) -> Tensor:
     """Which tokens stay, (G, T), by scores (G, T); of a shorter text, which is one block, the same share."""
@@ -168,6 +124,21 @@ def _with_one(x: Tensor) -> Tensor:
 
 
 @dataclass
+class _Measured:
+    """The attention of a layer in a forward pass.
+
+    Attributes:
+        call: its queries, keys and values.
+        scores: (G, T) of its tokens.
+        change: zeros (1, T, H, V) that were added to its output, whose gradient is asked for.
+    """
+
+    call: AttentionCall
+    scores: Tensor
+    change: Tensor
+
+
+@dataclass
 class _Pass:
     """What the attention of a forward pass does.
 
@@ -175,18 +146,16 @@ class _Pass:
         fits: of each module whose tokens are scored.
         length: T, where the tokens are a text and its copy: the weights that the copy gives the text are
             read. 0 where a text is read with less.
-        ways: (heads of all layers,), which of ``WAYS`` each has, in the order of ``fits``; ``None``: all
-            tokens stay.
-        recent: tokens that stay besides.
-        is_check: whether the scorers are known, and checked.
+        choices: (way, recent) of each head of all layers, in the order of ``fits``: which of ``WAYS`` its
+            tokens stay in, and how many recent ones stay besides. ``None``: all tokens stay.
+        measured: gets the attention of each layer, in their order, where it is a list.
         states: of the module whose attention comes next, (T, E).
     """
 
     fits: dict[nn.Module, _LayerFit]
     length: int = 0
-    ways: Tensor | None = None
-    recent: int = 0
-    is_check: bool = False
+    choices: Sequence[tuple[int, int]] | None = None
+    measured: list[_Measured] | None = None
     states: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
 
 
@@ -201,15 +170,19 @@ def _attention(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         return attend(call)
     _check_bias(call)
     if this.length:
-        weights = _largest_weights(call, this.length)
-        (fit.check if this.is_check else fit.add)(this.states[: this.length], weights)
+        fit.add(this.states[: this.length], _largest_weights(call, this.length))
         return attend(call)
-    if this.ways is None:
+    if this.measured is not None:
+        whole, _ = attend(call)
+        change = torch.zeros_like(whole, requires_grad=True)
+        this.measured.append(_Measured(call, fit.scores(this.states), change))
+        return whole + change, None
+    if this.choices is None:
         return attend(call)
     place = list(this.fits).index(call.module)
     first = sum(other.attention.num_kv_heads for other in list(this.fits.values())[:place])
-    ways = this.ways[first : first + fit.attention.num_kv_heads].tolist()
-    hidden = ~_seen(fit.scores(this.states), ways, this.recent)
+    choices = this.choices[first : first + fit.attention.num_kv_heads]
+    hidden = ~_seen(fit.scores(this.states), choices)
     hidden = hidden.repeat_interleave(call.query.shape[1] // len(hidden), dim=0)[None]
     terms = call.terms(call.arguments.get(POSITION_BIAS))
     bias = torch.zeros(hidden.shape, dtype=call.query.dtype, device=call.query.device).masked_fill(hidden, -torch.inf)
@@ -235,21 +208,25 @@ def _check_bias(call: AttentionCall) -> None:
         )
 
 
+def _weights(call: AttentionCall, start: int, stop: int) -> Tensor:
+    """The weights of queries ``start`` ... ``stop`` - 1 over all tokens up to the last, (H, M, stop)."""
+    assert isinstance(call.key, Tensor)
+    terms = call.terms(call.arguments.get(POSITION_BIAS))
+    q, k = call.query[0, :, start:stop].float(), call.key[0, :, :stop].float()
+    if terms.has_scale_only:
+        return _plain_weights(q, k, terms.scale)
+    return Variant().weights(q[None], k[None], of_queries(terms, 0, 0, start, stop), sequences=Sequences())[0]
+
+
 def _largest_weights(call: AttentionCall, length: int) -> Tensor:
     """The largest weight that the tokens after the first ``length`` give each of these, over the query heads
     of a key head, (G, length).
     """
     assert isinstance(call.key, Tensor)
-    terms = call.terms(call.arguments.get(POSITION_BIAS))
-    q, k, heads = call.query[0].float(), call.key[0].float(), call.key.shape[1]
-    largest = q.new_zeros((heads, length))
-    for start in range(length, q.shape[1], _QUERIES):
-        stop = min(start + _QUERIES, q.shape[1])
-        if terms.has_scale_only:
-            weights = _plain_weights(q[:, start:stop], k[:, :stop], terms.scale)
-        else:
-            of_these = of_queries(terms, 0, 0, start, stop)
-            weights = Variant().weights(q[None, :, start:stop], k[None, :, :stop], of_these, sequences=Sequences())[0]
+    heads, end = call.key.shape[1], call.query.shape[2]
+    largest = torch.zeros((heads, length), device=call.query.device)
+    for start in range(length, end, _QUERIES):
+        weights = _weights(call, start, min(start + _QUERIES, end))
         of_heads = weights[:, :, :length].amax(dim=1).unflatten(0, (heads, -1)).amax(dim=1)
         largest = torch.maximum(largest, of_heads)
     return largest
@@ -266,11 +243,12 @@ def _plain_weights(q: Tensor, k: Tensor, scale: float | None) -> Tensor:
     return scores.softmax(dim=-1)
 
 
-def _seen(scores: Tensor, ways: Sequence[int], recent: int) -> Tensor:
+def _seen(scores: Tensor, choices: Sequence[tuple[int, int]]) -> Tensor:
     """Which keys each query sees, (G, T, T), future ones or not: the last ones and those that stay."""
-    stays = torch.cat([_stays(of_head[None], WAYS[way]) for of_head, way in zip(scores, ways, strict=True)])
+    stays = torch.cat([_stays(of_head[None], WAYS[way]) for of_head, (way, _) in zip(scores, choices, strict=True)])
     positions = torch.arange(scores.shape[1], device=scores.device)
-    return stays[:, None] | (positions[None, :] > positions[:, None] - recent)
+    recent = torch.tensor([recent for _, recent in choices], device=scores.device)[:, None, None]
+    return stays[:, None] | (positions > positions[:, None] - recent)
 
 
 @contextmanager
@@ -305,15 +283,17 @@ def token_scores(
     Args:
         model: a plain causal language model.
         layers: those of keys of their own.
-        texts: ids (1, T) each, half as long as the model can read at most; the last fifth of them is held
+        texts: ids (1, T) each, half as long as the model can read at most; the last third of them is held
             out to measure losses.
         results: what is kept of passes.
 
     Returns:
         ``None`` where the texts are too short.
 
-    Cost: a forward pass of 2 T tokens of each text, and eight of T of each that is held out; for each layer
-        8 E^2 bytes meanwhile.
+    Cost: a forward pass of 2 T tokens of each text. Of each that is held out, two times (as it is, and with
+        copies in it): a forward and a backward pass of T, sums over the weights of 512 queries for each of
+        ``WAYS``, and two forward passes of T. Memory: the activations of a backward pass; for each layer
+        8 E^2 bytes before that.
 
     Source: weights of a repeated context: KVzip (arXiv 2505.23416); their prediction from hidden states:
         KVzap (2601.07891), which takes the tokens above a threshold. A fixed number of each group for each
@@ -325,20 +305,16 @@ def token_scores(
     fits = {layer.module: _LayerFit(layer) for layer in layers}
     held = texts[-max(1, len(texts) // _HELD_OUT) :]
     _fit(model, fits, texts[: -len(held)] or held, results)
-    _check(model, fits, held, results)
-    dropped = torch.cat([fit.dropped / fit.tokens for fit in fits.values() if fit.dropped is not None]).cpu()
-    ways = _ways(dropped, _SHARE)
-    recent = min(RECENT, min(text.shape[1] for text in held) // _FEWER)
-    (change, of_text), (with_fewer, _) = _changes(model, fits, held, ways, (recent, recent // _FEWER), results)
-    lost = float(dropped.gather(1, ways[:, None]).sum())
-    exponent = math.log(with_fewer / change, _FEWER) if min(change, with_fewer) > _LEAST else EXPONENT
+    recents = tuple(recent for recent in RECENTS if 2 * recent <= min(text.shape[1] for text in held))
+    generator = torch.Generator().manual_seed(0)
+    prompts: list[ScoredText] = []
+    for text in held:
+        prompts += [text_prompt(text), retrieval_prompt(text, generator)]
+    losses = _losses(model, fits, prompts, recents, results)
+    choices = losses.choices(_SHARE, min(text.shape[1] for text in held))
     return TokenScores(
         scorers=tuple(fit.scorer.cpu() for fit in fits.values() if fit.scorer is not None),
-        losses=dropped * (change / max(lost, 1e-30)),
-        recent=recent,
-        measured=change,
-        of_text=of_text / change if min(change, of_text) > _LEAST else 1.0,
-        exponent=min(max(exponent, 0.0), _LARGEST_EXPONENT),
+        losses=losses.scaled(choices, *_changes(model, fits, prompts, choices, results)),
     )
 
 
@@ -374,64 +350,84 @@ def _fit(
     results.keep(_SCORERS, found, drop=(_SUMS,))
 
 
-def _check(
-    model: PreTrainedModel, fits: dict[nn.Module, _LayerFit], texts: Sequence[Tensor], results: PassResults
-) -> None:
-    """Finds what is dropped of texts."""
-    done = results.passes(_DROPPED)
-    if (kept := results.get(_DROPPED)) is not None:
-        for number, fit in enumerate(fits.values()):
-            fit.dropped, fit.tokens = kept[f"{number}"].to(texts[0].device), sum(x.shape[1] for x in texts[:done])
-    for count, text in enumerate(counted(texts[done:], "tokens that are looked back at, held out"), start=done + 1):
-        _read_twice(model, _Pass(fits, length=text.shape[1], is_check=True), text)
-        dropped = {f"{number}": fit.dropped for number, fit in enumerate(fits.values()) if fit.dropped is not None}
-        results.keep(_DROPPED, dropped, passes=count)
+def _losses(
+    model: PreTrainedModel,
+    fits: dict[nn.Module, _LayerFit],
+    prompts: Sequence[ScoredText],
+    recents: Sequence[int],
+    results: PassResults,
+) -> TokenLosses:
+    """What heads lose by tokens that do not stay, to second order, of prompts of text and copies in turn."""
+    kept, done = results.get(_LOST), results.passes(_LOST)
+    sums = None if kept is None else kept["sums"]
+    for count, prompt in enumerate(counted(prompts[done:], "what heads lose without far tokens"), start=done):
+        this = _Pass(fits, measured=[])
+        assert this.measured is not None
+        with parameters_without_gradients(model), _running(model, this), torch.enable_grad():
+            found = log_probabilities(model, prompt)
+            # Drawn from the predictions, so that squared gradients are what a divergence grows with.
+            generator = torch.Generator().manual_seed(count)
+            drawn = torch.multinomial(found.detach().exp().cpu(), 1, generator=generator).to(found.device)
+            total = found.gather(1, drawn).sum()
+            slopes = torch.autograd.grad(total, [one.change for one in this.measured])
+        lost = torch.cat([_lost(one, slope[0], recents) for one, slope in zip(this.measured, slopes, strict=True)])
+        if not bool(lost.isfinite().all()):
+            raise CalibrationError(
+                "the gradients of the predictions of the model are NaN or infinite: calibrate with retrieval=False, or "
+                "in float32"
+            )
+        sums = torch.zeros((2, *lost.shape), dtype=torch.float64) if sums is None else sums
+        sums[count % 2] += lost.cpu() / len(prompt.scored)
+        results.keep(_LOST, {"sums": sums}, passes=count + 1)
+    assert sums is not None
+    text, copies = sums / (len(prompts) / 2)
+    return TokenLosses(recents=tuple(recents), text=text, copies=copies)
 
 
-def _ways(dropped: Tensor, share: float) -> Tensor:
-    """Which of ``WAYS`` every head has, (heads,), so that least is dropped where at most a share of all
-    tokens stays.
-    """
-    shares = torch.tensor([keep / block for keep, block in WAYS], dtype=dropped.dtype)
-    low, high = 0.0, float(dropped.max()) / float(shares[1]) + 1
-    for _ in range(60):  # of the price of a token
-        price = (low + high) / 2
-        ways = (dropped + price * shares).argmin(dim=1)
-        low, high = (price, high) if float(shares[ways].mean()) > share else (low, price)
-    return (dropped + high * shares).argmin(dim=1)
+@torch.no_grad()
+def _lost(one: _Measured, slope: Tensor, recents: Sequence[int]) -> Tensor:
+    """What the heads of a layer lose, (G, ways, recents), summed over the queries of the second half."""
+    call, scores = one.call, one.scores
+    value = call.value
+    assert isinstance(value, Tensor)
+    heads, length = scores.shape
+    stays = torch.stack([_stays(scores, way) for way in WAYS], dim=1)
+    step = max(1, (length - length // 2) // _MEASURED)
+    total = torch.zeros((heads, len(WAYS), len(recents)), dtype=torch.float64, device=scores.device)
+    for start in range(length // 2, length, _QUERIES * step):
+        stop = min(start + _QUERIES * step, length)
+        rows = torch.arange(start, stop, step, device=scores.device)
+        weights = _weights(call, start, stop)[:, ::step].unflatten(0, (heads, -1))
+        of_rows = slope[rows].float().transpose(0, 1).unflatten(0, (heads, -1))
+        for head in range(heads):
+            v = value[0, head * value.shape[1] // heads, :stop].float()
+            total[head] += losses_of_head(weights[head], of_rows[head] @ v.mT, ~stays[head, :, :stop], rows, recents)
+    return step * total
 
 
 def _changes(
     model: PreTrainedModel,
     fits: dict[nn.Module, _LayerFit],
-    texts: Sequence[Tensor],
-    ways: Tensor,
-    recents: Sequence[int],
+    prompts: Sequence[ScoredText],
+    choices: Sequence[tuple[int, int]],
     results: PassResults,
-) -> list[tuple[float, float]]:
-    """The mean Kullback-Leibler divergence of the predictions where far tokens are chosen, in nats per token,
-    for each number of recent ones: of the texts and of copies in them, and of the texts alone.
+) -> tuple[float, float]:
+    """The mean Kullback-Leibler divergence of the predictions where far tokens are chosen, in nats per token:
+    of text, and of copies in it.
     """
-    generator = torch.Generator().manual_seed(0)
-    prompts: list[ScoredText] = []
-    for text in texts:
-        prompts += [text_prompt(text), retrieval_prompt(text, generator)]
     kept = results.get(_CHANGES)
-    changes: list[list[float]] = [] if kept is None else kept["changes"].tolist()
+    changes: list[float] = [] if kept is None else kept["changes"].tolist()
     for prompt in counted(prompts[len(changes) :], "predictions from chosen tokens"):
         with _running(model, _Pass(fits)):
             whole = log_probabilities(model, prompt)
-        changes.append([])
-        for recent in recents:
-            with _running(model, _Pass(fits, ways=ways, recent=recent)):
-                less = log_probabilities(model, prompt)
-            changes[-1].append(float((whole.exp() * (whole - less)).sum(-1).mean()))
+        with _running(model, _Pass(fits, choices=choices)):
+            less = log_probabilities(model, prompt)
+        changes.append(float((whole.exp() * (whole - less)).sum(-1).mean()))
         results.keep(_CHANGES, {"changes": torch.tensor(changes, dtype=torch.float64)})
-    of_recent = torch.tensor(changes, dtype=torch.float64).view(len(texts), 2, len(recents)).mean(dim=0)
-    of_text, of_copies = of_recent.clamp(min=0).tolist()
-    if not bool(of_recent.isfinite().all()):
+    text, copies = torch.tensor(changes, dtype=torch.float64).view(-1, 2).mean(dim=0).tolist()
+    if not math.isfinite(text + copies):
         raise CalibrationError(
             "the predictions of the model are NaN or infinite where far tokens are chosen: calibrate with "
             "retrieval=False, or in float32"
         )
-    return [((1 - COPIES) * text + COPIES * copies, text) for text, copies in zip(of_text, of_copies, strict=True)]
+    return text, copies

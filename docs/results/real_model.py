@@ -27,7 +27,7 @@ from structattn.integrations.transformers.evaluation.texts import windows_of
 from structattn.progress import counted
 
 STEPS, AT_ONCE = 256, 16  # tokens after the context, and tokens of a call
-TIMES = (4, 8, 12, 16)
+TIMES = (4, 8, 16)
 
 
 def rows_of(model, calibration, length):

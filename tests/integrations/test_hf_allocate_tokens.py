@@ -189,27 +189,18 @@ def _storages(chosen):
 
 
 @pytest.mark.parametrize("compression", [3, 10, 25])
-def test_heads_have_the_groups_that_lose_least_and_recent_tokens_of_their_own(found, monkeypatch, compression) -> None:
-    monkeypatch.setattr(allocate_module, "LONG", LONG)
+def test_heads_have_the_largest_groups_that_lose_little_more(found, monkeypatch, compression) -> None:
     chosen, of_size = allocate(found, compression=compression, context_length=LONG), {}
     for size in GROUP_SIZES:
         monkeypatch.setattr(allocate_module, "GROUP_SIZES", (size,))
         with contextlib.suppress(ConfigError):  # what always stays may be more than the budget
             of_size[size] = allocate(found, compression=compression, context_length=LONG)
-    assert chosen.expected_loss in {other.expected_loss for other in of_size.values()}
     (size,) = {storage.group_size for storage in _storages(chosen)}
     assert of_size[size].expected_loss == chosen.expected_loss
+    least = min(other.expected_loss for other in of_size.values())
+    assert chosen.expected_loss < 2 * least  # of text; 1.5 with copies
+    assert all(other.expected_loss > 1.2 * least for larger, other in of_size.items() if larger > size)
     assert all(storage.recent >= 4 * size for storage in _storages(chosen))
-
-
-def test_long_contexts_have_the_largest_groups_that_fit(found) -> None:
-    sizes = []
-    for compression in (12, 40, 56):
-        chosen = allocate(found, compression=compression, context_length=2 * LONG)
-        sizes.append({storage.group_size for storage in _storages(chosen)})
-    assert sizes[0] == {64}
-    assert sizes[-1] == {16}
-    assert {storage.group_size for storage in _storages(allocate(found, compression=8, context_length=LONG))} == {64}
 
 
 def test_files_of_before_are_read(found, tmp_path) -> None:

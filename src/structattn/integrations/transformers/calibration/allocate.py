@@ -15,7 +15,7 @@ from structattn.errors import ConfigError
 from structattn.integrations.transformers.calibration.choices import choices
 from structattn.integrations.transformers.calibration.head_choices import (
     GROUP_SIZES,
-    LONG,
+    GROUPS_MAY_LOSE,
     HeadChoices,
     head_choices,
     spec_of_heads,
@@ -102,8 +102,9 @@ def allocate(
     have 16, 8 or 4 bits; with ``"heads"``, a key head keeps all tokens, or a window of recent ones and the
     first four. The loss of a choice is the head's part of the change of the predictions, as ``calibrate``
     measured it; copies of far text have a tenth of the weight. Where far tokens are chosen, groups have 16,
-    32 or 64 tokens, with the least loss, or the most that fit in contexts beyond 2,048; all heads have the
-    same, and at least four groups of recent tokens. Tokens of a block that is not decided on are recent too.
+    32 or 64 tokens: the most with which the loss is at most 1.5 times the least, since larger groups are
+    read faster. All heads have the same, and at least four groups of recent tokens; tokens of a block that is
+    not decided on are recent too.
     ``expected_loss`` is of text, without copies.
 
     With ``"levels"``, every layer gets two to five levels, of keys and of values, instead: level 1 keeps r_1
@@ -186,26 +187,23 @@ def _by_heads(
     calibration: Calibration, compression: float | None, per_token: float | None, length: int, methods: set[Method]
 ) -> Allocation:
     size = _BYTES if per_token is None else calibration.element_size
-    best: tuple[float, list[list[HeadChoices]], list[int]] | None = None
+    found: list[tuple[float, list[list[HeadChoices]], list[int]]] = []
     budget, plain, smallest = 0.0, 0.0, math.inf
     for group_size in GROUP_SIZES if "tokens" in methods else GROUP_SIZES[:1]:
-        if best is not None and length > LONG:
-            break
         of_layers = head_choices(calibration, length, dtype=_DTYPES[size], methods=methods, group_size=group_size)
         groups = [group for of_layer in of_layers for group in of_layer]
         plain = sum(float(group.sizes[0]) for group in groups)
         budget = _budget(compression, per_token, plain / size, size, length) * size
         smallest = min(smallest, sum(float(group.sizes.min()) for group in groups))
         chosen = cheapest(groups, budget)
-        if chosen is None:
-            continue
-        loss = sum(float(group.losses[number]) for group, number in zip(groups, chosen, strict=True))
-        if best is None or loss < best[0]:
-            best = loss, of_layers, chosen
-    if best is None:
+        if chosen is not None:
+            loss = sum(float(group.losses[number]) for group, number in zip(groups, chosen, strict=True))
+            found.append((loss, of_layers, chosen))
+    if not found:
         names = " and ".join(method for method in get_args(Method) if method in methods)
         raise _too_small(f"choice of {names} gives", budget, plain, smallest, length)
-    _, of_layers, chosen = best
+    least = min(loss for loss, _, _ in found)
+    of_layers, chosen = next((layers, numbers) for loss, layers, numbers in found if loss <= GROUPS_MAY_LOSE * least)
     groups = [group for of_layer in of_layers for group in of_layer]
     numbers, left = iter(chosen), iter(of_layers)
     of_tokens = iter(() if calibration.tokens is None else calibration.tokens.scorers)

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 import structattn as sa
-from structattn.errors import ConfigError
+from structattn.errors import CalibrationError, ConfigError
 from structattn.integrations.transformers import allocate, calibrate, level_cache, load_structurized, structurize
 from structattn.integrations.transformers.caches.model_cache import CACHE
 from structattn.integrations.transformers.calibration import allocate as allocate_module
+from structattn.integrations.transformers.calibration import token_scores
 from structattn.integrations.transformers.calibration.head_choices import GROUP_SIZES
 from structattn.integrations.transformers.calibration.record import Calibration
 from structattn.integrations.transformers.calibration.token_losses import WAYS, TokenLosses, losses_of_head
@@ -275,6 +276,12 @@ def test_speculative_decoding_takes_tokens_back(smaller, model, texts) -> None:
     assert torch.equal(
         assisted, smaller.generate(prompt, max_new_tokens=60, do_sample=False, assistant_model=assistant)
     )
+
+
+def test_gradients_that_are_no_numbers_are_an_error(model, texts, monkeypatch) -> None:
+    monkeypatch.setattr(token_scores, "losses_of_head", lambda *args: losses_of_head(*args) * torch.nan)
+    with pytest.raises(CalibrationError, match="the gradients of the predictions of the model are NaN or infinite"):
+        calibrate(model, [texts[:2, :256]], methods=("tokens",))
 
 
 @torch.no_grad()

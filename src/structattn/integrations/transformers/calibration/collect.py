@@ -337,7 +337,8 @@ def calibrate(
     in how many bits, and which dimensions of them.
 
     Tokens: the model reads each text twice, one after the other, and how much a token is looked back at is
-    learned as a linear map of its hidden state, for each key head (``TokenScores``).
+    learned as a linear map of its hidden state, for each key head (``TokenScores``). What a head loses where
+    only some tokens stay is measured by the gradient of the predictions (``TokenLosses``).
 
     Bits, and windows of heads: what the predictions lose when far keys and values of a head have 4 bits; and,
     with ``"heads"``, when it sees a window and the first tokens only, on the first texts, and on the same
@@ -382,9 +383,11 @@ def calibrate(
         CalibrationError: queries, keys or values are NaN or infinite; the message says which, and in which
             layer.
 
-    Cost: tokens: a forward pass of twice each text. Bits: two forward and two backward passes of each of two
-        rows; heads: 16 of each. Dimensions: a forward pass without output head of all tokens, and for levels
-        one with it of up to 2,048 tokens for each layer; per layer and row 2 H M T D (V + D) FLOPs for the M
+    Cost: tokens: a forward pass of twice each text; of a third of them also two forward and backward passes
+        and four forward passes of its length, with the memory of a backward pass. Bits: two forward and two
+        backward passes of each of two rows; heads: 16 of each. Dimensions: a forward pass without output head
+        of all tokens, and for levels one with it of up to 2,048 tokens for each layer; per layer and row
+        2 H M T D (V + D) FLOPs for the M
         queries. Memory does not depend on the number of batches: per layer 8 B G (P^2 + V^2) bytes for B
         block sizes, G heads and P = D / 2 pairs, and for tokens 8 E^2 for hidden states of E numbers. The
         file of ``resume`` has these too.

@@ -94,7 +94,7 @@ def head_choices(
         group_size: where far tokens are chosen.
     """
     first, found = 0, []
-    of_tokens: dict[tuple[int, int], TokenLosses] = {}  # where so many recent tokens stay, and so many wait
+    of_tokens: dict[tuple[int, int], TokenLosses] = {}  # by the number of recent tokens, and of those that wait
     for layer in calibration.layers:
         if layer.shape.keys_of is not None:
             continue

@@ -15,7 +15,7 @@ WAYS = ((0, 8), (1, 16), *((keep, 8) for keep in range(1, 8)))
 _SMALLEST = 1e-12  # of a loss in nats: below this all are alike
 _LEAST_LEFT = 1e-4  # of the weight of a query: where less stays, it is as if so much did
 _LARGEST_FACTOR = 8.0  # between what is measured and what was expected to second order
-_STEEPEST = 2.0  # the power with which losses fall with the recent tokens beyond those measured
+_STEEPEST = 2.0  # power with which losses fall with the recent tokens, between numbers that were measured and beyond
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

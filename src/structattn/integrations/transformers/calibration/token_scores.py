@@ -40,9 +40,10 @@ _MEASURED = 512  # queries of a text at which losses are measured
 _LEAST = 1e-5  # of a weight: below this all are alike
 _RIDGE = 0.01  # relative to the variance of each number of a hidden state
 _SHARE = 1 / 4  # of the tokens, recent ones counted, at which the change of the predictions is measured
-_HELD_OUT = 3  # one text of so many
+_HELD_OUT = 3  # one text of three, the last ones
 _SHORTEST = 128
-_SUMS, _SCORERS, _LOST, _CHANGES = "token sums", "token scorers", "lost tokens", "changes by chosen tokens"
+# Names in partial calibrations: none that files of before have, whose numbers are others.
+_SUMS, _SCORERS, _LOST, _CHANGES = "sums of tokens", "scorers of tokens", "lost tokens", "changes by lost tokens"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -79,7 +80,7 @@ def test_effects_of_heads_sum_to_what_is_measured(model, texts, found) -> None:
 def test_a_head_that_nothing_reads_has_no_effect(found) -> None:
     silent = SILENT[0] * GROUPS + SILENT[1]
     effects = found.effects
-    for of_heads in (*effects.text, *effects.retrieval, effects.bits):
+    for of_heads in (*effects.text, *effects.retrieval, *effects.bits):
         assert of_heads[silent] == 0
         assert int((of_heads != 0).sum()) == LAYERS * GROUPS - 1
     chosen = allocate(found, compression=2.5, context_length=2048)
@@ -133,6 +134,32 @@ def test_a_larger_budget_never_loses_more(found) -> None:
     assert allocate(found, compression=2, methods=("levels",))[0].layout.num_levels > 1
 
 
+def test_keys_and_values_have_bits_of_their_own(found) -> None:
+    """With a little more than the smallest cache, the keys of one head get what they need, nothing else."""
+    bits = torch.full((2, LAYERS * GROUPS), 1e-9, dtype=torch.float64)
+    bits[0, 1] = 1.0
+    one_head = replace(found, effects=replace(found.effects, bits=bits))
+    sizes = {some: _nbytes(sa.Storage(*some), 8192) for some in ((4, 4), (8, 4), (8, 8))}
+    budget = (LAYERS * GROUPS - 1) * sizes[4, 4] + sizes[8, 4]
+    plain = LAYERS * GROUPS * 2 * 16 * 2 * 8192
+    chosen = allocate(one_head, compression=plain / budget, context_length=8192, methods=("bits",))
+    of_heads = [of_head for of_layer in chosen.storage for of_head in _by_head(of_layer)]
+    assert [(one.key_bits, one.value_bits) for one in of_heads] == [(4, 4), (8, 4), *[(4, 4)] * (LAYERS * GROUPS - 2)]
+    assert chosen.expected_loss == pytest.approx((15 / 255) ** 2, rel=1e-4)
+    assert sizes[8, 4] < sizes[8, 8]
+
+
+def _nbytes(storage, length):
+    """Of a key head, in 16 bits where numbers are exact."""
+    cache = sa.LevelCache(storage=storage, max_length=length)
+    cache.append(*torch.zeros(2, 1, 1, length, 16, dtype=torch.bfloat16))
+    return cache.nbytes
+
+
+def _by_head(storage):
+    return [storage] * GROUPS if isinstance(storage, sa.Storage | None) else storage
+
+
 def test_files_keep_effects_and_old_files_have_none(found, tmp_path) -> None:
     found.save(tmp_path / "new.safetensors")
     read = Calibration.load(tmp_path / "new.safetensors")
@@ -143,6 +170,11 @@ def test_files_keep_effects_and_old_files_have_none(found, tmp_path) -> None:
     plain, tensors = read_tensors(
         tmp_path / "new.safetensors", key, what="calibration", remedy="calibrate again", version=1
     )
+    of_before = {**tensors, "effects.bits": tensors["effects.bits"].sum(dim=0)}  # keys and values together
+    write_tensors(tmp_path / "before.safetensors", key, json.loads(json.dumps(plain)), of_before)
+    bits = Calibration.load(tmp_path / "before.safetensors").effects.bits
+    assert bits.shape == found.effects.bits.shape
+    assert torch.allclose(bits.sum(dim=0), found.effects.bits.sum(dim=0))
     del plain["windows"]
     kept = {name: x for name, x in tensors.items() if not name.startswith("effects.")}
     write_tensors(tmp_path / "old.safetensors", key, json.loads(json.dumps(plain)), kept)

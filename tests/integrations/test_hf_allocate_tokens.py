@@ -9,13 +9,14 @@ import torch
 import structattn as sa
 from structattn.errors import CalibrationError, ConfigError
 from structattn.integrations.transformers import allocate, calibrate, level_cache, load_structurized, structurize
+from structattn.integrations.transformers.attention.call import AttentionCall
 from structattn.integrations.transformers.caches.model_cache import CACHE
 from structattn.integrations.transformers.calibration import allocate as allocate_module
 from structattn.integrations.transformers.calibration import token_scores
 from structattn.integrations.transformers.calibration.head_choices import GROUP_SIZES
 from structattn.integrations.transformers.calibration.record import Calibration
 from structattn.integrations.transformers.calibration.token_losses import WAYS, TokenLosses, losses_of_head
-from structattn.integrations.transformers.calibration.token_scores import _plain_weights
+from structattn.integrations.transformers.calibration.token_scores import _plain_weights, _uses
 from structattn.integrations.transformers.masks.structured_mask import Sequences
 from structattn.integrations.transformers.variant import Variant
 from structattn.ops.terms import ScoreTerms
@@ -134,6 +135,37 @@ def test_weights_are_those_of_the_score() -> None:
     for scale in (None, 0.7):
         wanted = Variant().weights(q[None], k[None], ScoreTerms(scale=scale), sequences=Sequences())[0]
         assert torch.allclose(_plain_weights(q, k, scale), wanted, atol=1e-6)
+
+
+@torch.no_grad()
+def test_effects_of_bits_sum_to_what_is_measured(model, texts, found) -> None:
+    """Of keys alone, and of values alone, in the cache itself."""
+    for row, storage in enumerate((sa.Storage(4, 16), sa.Storage(16, 4))):
+        changed = structurize(copy.deepcopy(model), "standard", storage=storage)
+        before = model(texts[:2]).logits[:, -512:].log_softmax(-1)  # what is measured
+        cache = level_cache(changed, max_length=LENGTH)
+        after = changed(texts[:2], **{CACHE: cache}).logits[:, -512:].log_softmax(-1)
+        wanted = float((before.exp() * (before - after)).sum(-1).mean())
+        assert float(found.effects.bits[row].sum()) == pytest.approx(wanted, rel=0.25)
+
+
+@torch.no_grad()
+def test_uses_are_mean_squares_of_weights() -> None:
+    """By the definition, of a text of 80 tokens and its copy: of queries at least ten tokens away."""
+    torch.manual_seed(0)
+    length, far = 80, 10
+    q, k = torch.randn(1, 4, 2 * length, 8), torch.randn(1, 2, 2 * length, 8)
+    module = transformers.models.llama.modeling_llama.LlamaAttention(
+        transformers.LlamaConfig(hidden_size=32, num_attention_heads=4, num_key_value_heads=2), 0
+    )
+    call = AttentionCall(module, Variant(), lambda x: x, q, k, k, None, 0.0, None, {})
+    found = _uses(call, length)
+    weights = Variant().weights(q, k, ScoreTerms(), sequences=Sequences())[0].view(2, 2, 2 * length, 2 * length)
+    assert found.shape == (2, length - 2 * far)
+    for token in (0, 1, 33, length - 2 * far - 1):
+        squares = weights[..., token].square().mean(dim=1)  # (G, queries)
+        wanted = squares[:, token + far : length].mean(dim=1) + squares[:, length:].mean(dim=1)
+        assert torch.allclose(found[:, token], wanted, rtol=1e-4)
 
 
 @torch.no_grad()

@@ -288,8 +288,9 @@ class LevelCache(OneLayerCache):
             ConfigError: a layout is missing, not needed, or has other levels.
             BackendUnavailableError: the named backend cannot run here; the message says why.
         """
-        terms = ScoreTerms(scale=scale, softcap=softcap, sinks=sinks, attn_mask=attn_mask, alibi_slopes=alibi_slopes)
-        if backend == "auto" and layout is None and terms.has_scale_only:
+        # Before anything is made of them: of a step over a short cache that would be a tenth.
+        has_scale_only = softcap is None and sinks is None and attn_mask is None and alibi_slopes is None
+        if backend == "auto" and layout is None and has_scale_only:
             length = self.length
             try:
                 if (step := self.try_step(q, k, v, scale=scale, token_scores=token_scores)) is not None:
@@ -297,6 +298,7 @@ class LevelCache(OneLayerCache):
             except BaseException:
                 self._drop_step(length)
                 raise
+        terms = ScoreTerms(scale=scale, softcap=softcap, sinks=sinks, attn_mask=attn_mask, alibi_slopes=alibi_slopes)
         self._mark()
         try:
             out = self._checked(q, k, v, layout, terms, token_scores).attend(q, k, v, terms, backend)

@@ -99,12 +99,12 @@ def allocate(
 
     With ``"tokens"``, a key head keeps its last 64 to 1,024 tokens and some eighths of those further back,
     with the highest scores (``Storage(keep=..., recent=...)``); with ``"bits"``, numbers that are far back
-    have 16, 8 or 4 bits; with ``"heads"``, a key head keeps all tokens, or a window of recent ones and the
-    first four. The loss of a choice is the head's part of the change of the predictions, as ``calibrate``
-    measured it; copies of far text have a tenth of the weight. Where far tokens are chosen, groups have 16,
-    32 or 64 tokens: the most with which the loss is at most 1.5 times the least, since larger groups are
-    read faster. All heads have the same, and at least four groups of recent tokens; tokens of a block that is
-    not decided on are recent too.
+    have 16, 8 or 4 bits, or keys 8 and values 4; with ``"heads"``, a key head keeps all tokens, or a window
+    of recent ones and the first four. The loss of a choice is the head's part of the change of the
+    predictions, as ``calibrate`` measured it; copies of far text have a tenth of the weight. Where far tokens
+    are chosen, groups have 16, 32 or 64 tokens: the most with which the loss is at most 1.5 times the least,
+    since larger groups are read faster. All heads have the same, and at least four groups of recent tokens;
+    tokens of a block that is not decided on are recent too.
     ``expected_loss`` is of text, without copies.
 
     With ``"levels"``, every layer gets two to five levels, of keys and of values, instead: level 1 keeps r_1

@@ -340,9 +340,9 @@ def calibrate(
     learned as a linear map of its hidden state, for each key head (``TokenScores``). What a head loses where
     only some tokens stay is measured by the gradient of the predictions (``TokenLosses``).
 
-    Bits, and windows of heads: what the predictions lose when far keys and values of a head have 4 bits; and,
-    with ``"heads"``, when it sees a window and the first tokens only, on the first texts, and on the same
-    texts with spans that come again at their end (``HeadEffects``).
+    Bits, and windows of heads: what the predictions lose when far keys of a head, or its far values, have 4
+    bits; and, with ``"heads"``, when it sees a window and the first tokens only, on the first texts, and on
+    the same texts with spans that come again at their end (``HeadEffects``).
 
     Levels: for each layer and key/value head it sums the second moments of queries, keys and values; and for
     each block size n what the attention output loses, to first order, when keys outside the block of a query

@@ -21,7 +21,9 @@ from structattn.spec.attention import AttentionSpec, parse_spec
 
 GROUP_SIZES = (64, 32, 16)  # of tokens that are chosen together, and quantized; all heads have the same
 GROUPS_MAY_LOSE = 1.5  # times the least loss: with larger groups a step reads codes faster
-_STEPS = 2**4 - 1, 2**8 - 1  # of numbers of 4 and of 8 bits: the square of their ratio is that of what they lose
+_ROUNDING = {16: 0.0, 8: (15 / 255) ** 2, 4: 1.0}  # what numbers lose, of 4 bits 1: it grows with the square of a step
+_EXACT, _FEWEST = (16, 16), (4, 4)
+_ALL_BITS = (_EXACT, (8, 8), (8, 4), _FEWEST)  # of keys and values: rounded keys lose more
 
 
 @dataclass(frozen=True)
@@ -30,14 +32,14 @@ class HeadChoice:
 
     Attributes:
         window: recent tokens that it sees, besides the first; ``None``: all tokens.
-        bits: of numbers that are far back.
+        bits: of keys and of values that are far back.
         way: which of ``WAYS`` far tokens stay in; ``None``: all do.
         group_size: of tokens that are chosen together, and quantized.
         recent: tokens that always stay where far ones are chosen.
     """
 
     window: int | None
-    bits: int
+    bits: tuple[int, int]
     way: int | None = None
     group_size: int = 64
     recent: int = 256
@@ -53,8 +55,8 @@ class HeadChoice:
         if self.way is not None:
             keep, block = (groups * self.group_size for groups in WAYS[self.way])
             residual = min(64, 2 * self.group_size)
-            return Storage(self.bits, self.bits, self.group_size, residual, keep, block, self.recent)
-        return None if self.bits == 16 else Storage(self.bits, self.bits)
+            return Storage(*self.bits, self.group_size, residual, keep, block, self.recent)
+        return None if self.bits == _EXACT else Storage(*self.bits)
 
 
 @dataclass(frozen=True)
@@ -100,12 +102,12 @@ def head_choices(
             continue
         of_layer = []
         is_free = layer.shape.window is None and layer.chunk_size is None
-        all_bits = (16, 8, 4) if "bits" in methods and is_free else (16,)
+        all_bits = _ALL_BITS if "bits" in methods and is_free else (_EXACT,)
         ways = [HeadChoice(None, some) for some in all_bits]
         if "heads" in methods and is_free:
             assert calibration.effects is not None
             narrow = [window for window in calibration.effects.windows if window + SINK_TOKENS < length]
-            ways += [HeadChoice(window, some) for window in narrow for some in all_bits if some != 8]
+            ways += [HeadChoice(window, some) for window in narrow for some in all_bits if some in (_EXACT, _FEWEST)]
         if "tokens" in methods and is_free:
             assert calibration.tokens is not None
             recents = [recent for recent in calibration.tokens.losses.recents if recent >= 4 * group_size]
@@ -141,10 +143,10 @@ def _losses(
         row = effects.windows.index(way.window)
         text, copies = (x[row, head].clamp(min=0) for x in (effects.text, effects.retrieval))
         found += torch.stack([(1 - COPIES) * text + COPIES * copies, text])
-    if way.bits < 16:
+    if way.bits != _EXACT:
         assert effects is not None
-        rounding = effects.bits[head].clamp(min=0)
-        found += rounding if way.bits == 4 else rounding * (_STEPS[0] / _STEPS[1]) ** 2
+        shares = torch.tensor([_ROUNDING[bits] for bits in way.bits], dtype=torch.float64)
+        found += (effects.bits[:, head].clamp(min=0) * shares).sum()
     return found
 
 

@@ -30,6 +30,7 @@ from structattn.progress import counted
 SINK_TOKENS = 4  # of the windows that heads are tried with
 _NAME = "structattn_head_effects"
 _POINTS = (1 / 4, 3 / 4)  # of the path of all gates from 1 to 0: the middles of two halves
+_MIDDLE = (1 / 2,)  # enough where a divergence grows with a square, as for small changes
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -45,7 +46,7 @@ class HeadEffects:
         windows: ascending; numbers of recent tokens, to which ``SINK_TOKENS`` first ones are added.
         text: (windows, heads) float64, heads of all layers in their order; on the user's text.
         retrieval: likewise; on tokens that are a copy of what the context has.
-        bits: (heads,) float64; where far keys and values have 4 bits, on the user's text.
+        bits: (2, heads) float64; where far keys have 4 bits, and where far values have, on the user's text.
     """
 
     windows: tuple[int, ...]
@@ -97,14 +98,15 @@ def _in_window(window: int) -> Callable[[AttentionCall], Tensor]:
     return less
 
 
-def _in_bits(bits: int, residual: int) -> Callable[[AttentionCall], Tensor]:
-    """Attention in which keys and values outside the last ``residual`` tokens have that many bits."""
+def _in_bits(bits: int, residual: int, *, of_keys: bool) -> Callable[[AttentionCall], Tensor]:
+    """Attention in which keys, or values, outside the last ``residual`` tokens have that many bits."""
 
     def less(call: AttentionCall) -> Tensor:
         key, value = call.key, call.value
         assert isinstance(key, Tensor)
         assert isinstance(value, Tensor)
-        rough_key, rough_value = _rounded(key, bits, -2), _rounded(value, bits, -1)
+        rough_key = _rounded(key, bits, -2) if of_keys else key
+        rough_value = value if of_keys else _rounded(value, bits, -1)
         dims, value_dims = call.query.shape[-1], value.shape[-1]
         # Level 1 has rounded numbers of all tokens, level 2 what recent ones lack.
         layout = LevelLayout.sliding((dims, dims), (None, residual), "standard", (value_dims, value_dims))
@@ -150,13 +152,20 @@ class _Measurement:
             end += layer.num_kv_heads
         self.count = end
 
-    def effects(self, less: Callable[[AttentionCall], Tensor], words: str, whole: Tensor | None = None) -> Tensor:
+    def effects(
+        self,
+        less: Callable[[AttentionCall], Tensor],
+        words: str,
+        whole: Tensor | None = None,
+        points: Sequence[float] = _POINTS,
+    ) -> Tensor:
         """(heads,): the gradients along the path from all gates at 1 to all at 0, with the other sign.
 
         Args:
             less: the other output.
             words: of the progress bar, and of what is kept of the passes.
             whole: bool (heads,), those whose gates stay at 1; theirs is 0. Default: none.
+            points: of the path, whose mean is taken.
         """
         moved = torch.ones(self.count, dtype=torch.bool) if whole is None else ~whole
         kept, done = self.results.get(words), self.results.passes(words)
@@ -167,7 +176,7 @@ class _Measurement:
                     self._references[number] = self._predict(prompt, None, less).exp()
                 reference = self._references[number]
                 entropy = torch.special.entr(reference).sum(-1)
-                for point in _POINTS:
+                for point in points:
                     with torch.enable_grad():
                         gates = torch.where(moved, point, 1.0).to(prompt.ids.device).requires_grad_()
                         found = self._predict(prompt, gates, less)
@@ -178,7 +187,7 @@ class _Measurement:
                             "the predictions of the model are NaN or infinite where some heads see less: calibrate "
                             "with retrieval=False, or in float32"
                         )
-                    total = total - moved * slope.double().cpu() / len(_POINTS)
+                    total = total - moved * slope.double().cpu() / len(points)
                 self.results.keep(words, {"total": total}, passes=number + 1)
         return total / len(self.prompts)
 
@@ -232,5 +241,10 @@ def head_effects(
                 scores = (1 - COPIES) * found["text"].sum(0) + COPIES * found["retrieval"].sum(0)
                 whole = torch.zeros(of_text.count, dtype=torch.bool)
                 whole[scores.topk(of_text.count // 3).indices] = True
-        bits = of_text.effects(_in_bits(4, 128), "heads in 4 bits")
+        bits = torch.stack(
+            [
+                of_text.effects(_in_bits(4, 128, of_keys=of_keys), f"{words} in 4 bits", points=_MIDDLE)
+                for of_keys, words in ((True, "keys"), (False, "values"))
+            ]
+        )
     return HeadEffects(windows=tuple(windows), text=found["text"], retrieval=found["retrieval"], bits=bits)

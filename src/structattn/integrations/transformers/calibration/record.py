@@ -192,6 +192,8 @@ class Calibration:
         )
         windows = data.get("windows")  # files of before have none, and no recent tokens
         effects = {} if windows is None else {name: tensors[f"effects.{name}"] for name in _EFFECTS}
+        if effects and effects["bits"].dim() == 1:  # of before: of keys and values together
+            effects["bits"] = effects["bits"].expand(2, -1) / 2
         tokens = None
         scorers = tuple(tensors[f"tokens.{n}"] for n in range(len(layers)) if f"tokens.{n}" in tensors)
         of_tokens = data.get("tokens", {})

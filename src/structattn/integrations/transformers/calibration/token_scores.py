@@ -37,13 +37,15 @@ RECENTS = (64, 128, 256, 512, 1024)  # numbers of recent tokens, of these those 
 _NAME = "structattn_token_scores"
 _QUERIES = 128  # whose weights are held at once
 _MEASURED = 512  # queries of a text at which losses are measured
-_LEAST = 1e-5  # of a weight: below this all are alike
+_FAR = 128  # tokens between a query and the tokens that it looks back at; in a short text fewer
+_LEAST = 1e-3  # of the mean use of a token: below this all are alike
 _RIDGE = 0.01  # relative to the variance of each number of a hidden state
 _SHARE = 1 / 4  # of the tokens, recent ones counted, at which the change of the predictions is measured
 _HELD_OUT = 3  # one text of three, the last ones
 _SHORTEST = 128
 # Names in partial calibrations: none that files of before have, whose numbers are others.
-_SUMS, _SCORERS, _LOST, _CHANGES = "sums of tokens", "scorers of tokens", "lost tokens", "changes by lost tokens"
+_SUMS, _SCORERS = "sums of uses", "scorers of uses"
+_LOST, _CHANGES = "losses by tokens of little use", "changes by tokens of little use"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -76,10 +78,10 @@ class _LayerFit:
     products: Tensor | None = None
     scorer: Tensor | None = None
 
-    def add(self, x: Tensor, weights: Tensor) -> None:
-        """Adds the states (T, E) and the largest weights (G, T) of a text."""
-        x = _with_one(x)[FIRST_TOKENS:]
-        y = weights[:, FIRST_TOKENS:].clamp(min=_LEAST).log()
+    def add(self, x: Tensor, uses: Tensor) -> None:
+        """Adds the states (n, E) and the uses (G, n) of the first tokens of a text."""
+        x, uses = _with_one(x)[FIRST_TOKENS:], uses[:, FIRST_TOKENS:]
+        y = (uses + _LEAST * uses.mean(dim=1, keepdim=True) + torch.finfo(uses.dtype).tiny).log()
         squares, products = x.mT @ x, x.mT @ y.mT
         self.squares = squares if self.squares is None else self.squares + squares
         self.products = products if self.products is None else self.products + products
@@ -145,8 +147,8 @@ class _Pass:
 
     Attributes:
         fits: of each module whose tokens are scored.
-        length: T, where the tokens are a text and its copy: the weights that the copy gives the text are
-            read. 0 where a text is read with less.
+        length: T, where the tokens are a text and its copy: the weights that both give the text are read. 0
+            where a text is read with less.
         choices: (way, recent) of each head of all layers, in the order of ``fits``: which of ``WAYS`` its
             tokens stay in, and how many recent ones stay besides. ``None``: all tokens stay.
         measured: gets the attention of each layer, in their order, where it is a list.
@@ -171,7 +173,8 @@ def _attention(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         return attend(call)
     _check_bias(call)
     if this.length:
-        fit.add(this.states[: this.length], _largest_weights(call, this.length))
+        uses = _uses(call, this.length)
+        fit.add(this.states[: uses.shape[1]], uses)
         return attend(call)
     if this.measured is not None:
         whole, _ = attend(call)
@@ -219,18 +222,25 @@ def _weights(call: AttentionCall, start: int, stop: int) -> Tensor:
     return Variant().weights(q[None], k[None], of_queries(terms, 0, 0, start, stop), sequences=Sequences())[0]
 
 
-def _largest_weights(call: AttentionCall, length: int) -> Tensor:
-    """The largest weight that the tokens after the first ``length`` give each of these, over the query heads
-    of a key head, (G, length).
+def _uses(call: AttentionCall, length: int) -> Tensor:
+    """How much later tokens look back at each of a text of ``length`` tokens, which a copy follows: the mean
+    square of the weights of the text, and that of the copy, over the query heads of a key head, (G, n). Not
+    of the last tokens, which the text hardly looks back at.
     """
     assert isinstance(call.key, Tensor)
     heads, end = call.key.shape[1], call.query.shape[2]
-    largest = torch.zeros((heads, length), device=call.query.device)
-    for start in range(length, end, _QUERIES):
-        weights = _weights(call, start, min(start + _QUERIES, end))
-        of_heads = weights[:, :, :length].amax(dim=1).unflatten(0, (heads, -1)).amax(dim=1)
-        largest = torch.maximum(largest, of_heads)
-    return largest
+    far = min(_FAR, length // 8)
+    place = torch.arange(length, device=call.query.device)
+    squares = torch.zeros((2, heads, length), device=call.query.device)  # by the text, and by its copy
+    starts = [*range(0, length, _QUERIES), *range(length, end, _QUERIES)]
+    for start, stop in zip(starts, [*starts[1:], end], strict=True):
+        last = min(stop, length)
+        weights = _weights(call, start, stop)[:, :, :last].unflatten(0, (heads, -1))
+        is_far = place[:last] <= torch.arange(start, stop, device=place.device)[:, None] - far
+        squares[int(start >= length), :, :last] += (weights * is_far).square().mean(dim=1).sum(dim=1)
+    count = length - 2 * far
+    in_text = (length - far - place[:count]).clamp(min=1)
+    return squares[0, :, :count] / in_text + squares[1, :, :count] / length
 
 
 def _plain_weights(q: Tensor, k: Tensor, scale: float | None) -> Tensor:
@@ -277,9 +287,10 @@ def token_scores(
     """Finds a linear map from the hidden state of a token to how much later tokens will look back at it, for
     each key head.
 
-    How much a token is needed is the largest weight that it gets while the model reads its text once more,
-    directly after it: there, heads look up whatever they can look up. The map predicts the logarithm of that
-    weight.
+    How much a token is needed is the mean square of the weights that later tokens give it: those of its
+    text, and of the same text read once more, directly after it, where heads look up whatever they can look
+    up. What the output of a head loses without a token grows with that square. The map predicts its
+    logarithm.
 
     Args:
         model: a plain causal language model.

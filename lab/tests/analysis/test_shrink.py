@@ -63,6 +63,7 @@ def text(tmp_path_factory):
 def few(monkeypatch):
     """Two windows to calibrate on."""
     monkeypatch.setattr(module, "_CALIBRATED_TOKENS", 2 * LENGTH)
+    monkeypatch.setattr(module, "_CALIBRATED_WINDOWS", 2)
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +95,11 @@ def test_the_command_writes_a_smaller_model_and_what_it_lost(folder, text) -> No
     about = re.search(r"expected to change predictions by \d\.\d+ nats", rows[3]["about"])
     assert about
     assert about[0] in (folder / "results" / "report.html").read_text()
+
+
+def test_windows_that_calibrate_have_half_of_the_context() -> None:
+    lengths = [module._calibrated_length(context) for context in (320, 1500, 2048, 4096, 8192, 32768)]
+    assert lengths == [320, 1024, 1024, 2048, 4096, 4096]
 
 
 def test_what_is_measured_was_not_calibrated_on(folder, text) -> None:

@@ -34,8 +34,8 @@ from structattn_lab.runs.folders import Owner, finished_in, opened
 
 MODEL, CALIBRATION, MEASURED, REPORT = "model", "calibration.safetensors", "measured-text.jsonl", "results"
 _PARTIAL = "partial-calibration.safetensors"  # while the model is calibrated
-_CALIBRATED_TOKENS = 10240
-_CALIBRATED_WINDOW = 1024  # longer ones take more memory and time, also for longer contexts
+_CALIBRATED_TOKENS, _CALIBRATED_WINDOWS = 10240, 3  # at least, where the text has as many
+_SHORTEST_WINDOW, _LONGEST_WINDOW = 1024, 4096  # to calibrate on; longer ones take more memory and time
 _MOST_CHARACTERS = 4_000_000  # of the text: more are not read
 
 
@@ -96,8 +96,8 @@ def shrink(
             or has fewer positions than a window; no choices give the compression.
         DataError: the text cannot be read, or has no two documents, or halves of one, as long as a window.
 
-    Cost: see ``calibrate``, of 10,240 tokens in windows of at most 1,024; and for each of the four caches a
-        forward pass of a context for each window and prompt.
+    Cost: see ``calibrate``, of 10,240 tokens or three windows of half of the context, of 1,024 to 4,096
+        tokens; and for each of the four caches a forward pass of a context for each window and prompt.
     """
     check_number("compression", compression, minimum=1)
     check_size("context_length", context_length)
@@ -140,7 +140,7 @@ def shrink(
     began = None if on_open is None else lambda folder: on_open(folder, takes)
     with opened(out, owner, resume=resume, on_open=began) as folder:
         tokenizer = model_tokenizer(task.model)
-        length = min(context_length, _CALIBRATED_WINDOW)
+        length = _calibrated_length(context_length)
         windows, measured = _divided(texts, tokenizer, length, context_length + task.num_steps + 1)
         lines = "".join(f"{json.dumps({'text': text})}\n" for text in measured)
         if not (folder / MEASURED).exists():
@@ -208,6 +208,11 @@ def _documents(source: Source) -> list[str]:
     return cut
 
 
+def _calibrated_length(context_length: int) -> int:
+    """Tokens of a window to calibrate on: half of the context, whose far tokens shorter ones do not have."""
+    return min(context_length, _LONGEST_WINDOW, max(_SHORTEST_WINDOW, context_length // 2))
+
+
 def _divided(texts: list[str], tokenizer: Any, length: int, longest: int) -> tuple[list[Tensor], list[str]]:
     """Windows (1, length) to calibrate on, and documents to measure on, which are others.
 
@@ -222,8 +227,9 @@ def _divided(texts: list[str], tokenizer: Any, length: int, longest: int) -> tup
     kept = max(range(len(texts)), key=lambda number: len(ids[number]), default=None)
     windows: list[Tensor] = []
     chosen = set()
+    most = max(_CALIBRATED_WINDOWS, -(-_CALIBRATED_TOKENS // length))
     for number in torch.randperm(len(texts), generator=generator("documents to calibrate on", 0)).tolist():
-        if len(windows) * length >= _CALIBRATED_TOKENS:
+        if len(windows) >= most:
             break
         if number != kept and len(ids[number]) >= length:
             chosen.add(number)
@@ -235,7 +241,6 @@ def _divided(texts: list[str], tokenizer: Any, length: int, longest: int) -> tup
             f"calibrate on and one to measure; the longest have {' and '.join(f'{size:,}' for size in sizes) or 'none'}"
             ": give more text, or a smaller --context-length"
         )
-    most = max(1, _CALIBRATED_TOKENS // length)
     return windows[:most], [text for number, text in enumerate(texts) if number not in chosen]
 
 

@@ -77,13 +77,21 @@ class Reader:
         return cache
 
 
-def loss(model, cache, window, length):
+def predicted(model, cache, window, length):
+    """Logarithms of the probabilities of the tokens that follow the context, (tokens, V)."""
+    ends = range(length, length + STEPS, AT_ONCE)
+    calls = (model(window[None, at : at + AT_ONCE], **{CACHE: cache}).logits[0].float() for at in ends)
+    return torch.cat([logits.log_softmax(-1) for logits in calls])
+
+
+def loss(found, window, length):
     """Nats per token of what follows the context."""
-    total = 0.0
-    for at in range(length, length + STEPS, AT_ONCE):
-        logits = model(window[None, at : at + AT_ONCE], **{CACHE: cache}).logits[0].double()
-        total += float(torch.nn.functional.cross_entropy(logits, window[at + 1 : at + AT_ONCE + 1], reduction="sum"))
-    return total / STEPS
+    return -float(found.gather(1, window[length + 1 : length + STEPS + 1, None]).double().mean())
+
+
+def change(before, after):
+    """Nats per token by which predictions differ from those of the model as it is: their divergence."""
+    return float((before.exp() * (before - after)).sum(-1).double().mean())
 
 
 def is_found(model, cache, prompt):
@@ -94,19 +102,28 @@ def is_found(model, cache, prompt):
 
 
 def measured(model, small, reader, windows, prompts, length):
-    """Losses and answers, by the name of the row."""
-    losses, found = {name: [] for name in small}, {name: [] for name in small}
+    """Losses, changes of the predictions and answers, by the name of the row; the first is the model."""
+    losses, changes, found = ({name: [] for name in small} for _ in range(3))
     for window in counted(windows, "windows"):
         read = reader.read(window[:length])
         caches = {name: reader.filled(one, read, length) for name, one in small.items() if one is not model}
+        before = None
         for name, one in small.items():
-            losses[name].append(loss(one, caches.get(name, read[0]), window, length))
+            after = predicted(one, caches.get(name, read[0]), window, length)
+            before = after if before is None else before
+            losses[name].append(loss(after, window, length))
+            changes[name].append(change(before, after))
     for prompt in counted(prompts, "prompts"):
         read = reader.read(prompt.context)
         caches = {name: reader.filled(one, read, length) for name, one in small.items() if one is not model}
         for name, one in small.items():
             found[name].append(is_found(one, caches.get(name, read[0]), prompt))
-    return losses, found
+    return losses, changes, found
+
+
+def of_windows(values):
+    """Mean and standard error."""
+    return statistics.fmean(values), statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
 
 
 def figure(rows, path) -> None:
@@ -164,12 +181,12 @@ def main() -> None:
     rows = list(rows_of(model, calibration, length))
     small = {"as it is": model, **{name: one for name, one, _ in rows}}
     sizes = {"as it is": 1.0, **{name: size for name, _, size in rows}}
-    losses, found = measured(model, small, Reader(model, calibration), windows, prompts, length)
+    losses, changes, found = measured(model, small, Reader(model, calibration), windows, prompts, length)
     plain, table = losses["as it is"], []
     for name in small:
-        changes = [x - y for x, y in zip(losses[name], plain, strict=True)]
-        error = statistics.stdev(changes) / len(changes) ** 0.5 if len(changes) > 1 else 0.0
-        row = {"cache": name, "bytes": sizes[name], "loss": statistics.fmean(changes), "error": error}
+        row = {"cache": name, "bytes": sizes[name]}
+        row["loss"], row["error"] = of_windows([x - y for x, y in zip(losses[name], plain, strict=True)])
+        row["change"], row["change_error"] = of_windows(changes[name])
         table.append(row | {"found": sum(found[name]), "prompts": len(prompts)})
     with Path(args.out).open("w", newline="") as file:
         writer = csv.DictWriter(file, list(table[0]))

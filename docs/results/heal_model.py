@@ -1,12 +1,14 @@
 """Trains what docs/results/real-model.md#training calls trained, and measures it.
 
 A copy of a model whose cache chooses tokens learns the predictions of the original: low-rank adapters on the
-projections of attention, a window a time, products in bfloat16. Then the original, the copy and the trained
-copy each read the same contexts and go on with their own caches. Run it as
+projections of attention, a window a time. Then the original, the copy and the trained copy each read the same
+contexts and go on with their own caches. Run it as
 
     python heal_model.py MODEL CALIBRATION --train TRAIN.txt --measure OTHER.txt --windows 40 --out healed.csv
 
-with the folder of a model and what ``calibrate(...).save`` wrote.
+with the folder of a model and what ``calibrate(...).save`` wrote; for a sixteenth at 8,192 tokens add
+
+    --compression 16 --context 8192 --trained-context 4096 --dtype float32 --per-step 1 --measured 5
 """
 
 import argparse
@@ -51,7 +53,8 @@ class Adapter(nn.Module):
 
 def trained(original, chosen, tokens, arguments):
     """New weights of the projections, by name."""
-    teacher = deepcopy(original).to(torch.bfloat16).requires_grad_(False)
+    teacher = deepcopy(original).to(getattr(torch, arguments.dtype)).requires_grad_(False)
+    length = arguments.trained_context or arguments.context
     student = structurize(deepcopy(teacher), chosen).train().requires_grad_(False)
     adapters = {}
     for number, layer in enumerate(student.model.layers):
@@ -63,8 +66,8 @@ def trained(original, chosen, tokens, arguments):
     optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.95), weight_decay=0)
     draw = torch.Generator().manual_seed(1)
     for step in counted(range(arguments.windows), "training"):
-        start = int(torch.randint(len(tokens) - arguments.context, (1,), generator=draw))
-        window = tokens[None, start : start + arguments.context]
+        start = int(torch.randint(len(tokens) - length, (1,), generator=draw))
+        window = tokens[None, start : start + length]
         with torch.no_grad():
             wanted = teacher.model(window, use_cache=False).last_hidden_state[0]
         states = student.model(window, use_cache=False).last_hidden_state
@@ -73,10 +76,10 @@ def trained(original, chosen, tokens, arguments):
             with torch.no_grad():
                 target = teacher.lm_head(of_teacher).float().log_softmax(-1)
             found = student.lm_head(some).float().log_softmax(-1)
-            loss = F.kl_div(found, target, log_target=True, reduction="sum") / arguments.context
-            (loss / 2).backward()
+            loss = F.kl_div(found, target, log_target=True, reduction="sum") / length
+            (loss / arguments.per_step).backward()
         states.backward(cut.grad[None])
-        if step % 2 == 1:  # two windows a step
+        if (step + 1) % arguments.per_step == 0:
             share = step / arguments.windows
             rate = arguments.rate * min(1, (step + 1) / 10) * (0.1 + 0.45 * (1 + math.cos(math.pi * share)))
             for group in optimizer.param_groups:
@@ -88,14 +91,18 @@ def trained(original, chosen, tokens, arguments):
 
 
 @torch.no_grad()
-def loss_of(model, cache, window, context):
-    """Nats per token of the tokens after a context, each model with its own cache."""
+def predicted(model, cache, window, context):
+    """Logarithms of the probabilities of the tokens after a context, each model with its own cache."""
     model(window[None, :context], logits_to_keep=1, **{CACHE: cache})
-    losses = []
-    for at in range(context, context + STEPS, AT_ONCE):
-        logits = model(window[None, at : at + AT_ONCE], **{CACHE: cache}).logits[0].double()
-        losses.append(F.cross_entropy(logits, window[at + 1 : at + AT_ONCE + 1]))
-    return float(torch.stack(losses).mean())
+    ends = range(context, context + STEPS, AT_ONCE)
+    calls = (model(window[None, at : at + AT_ONCE], **{CACHE: cache}).logits[0].float() for at in ends)
+    return torch.cat([logits.log_softmax(-1) for logits in calls])
+
+
+def loss_and_change(found, plain, window, context):
+    """Nats per token above those of the original, and the divergence from its predictions."""
+    at_text = [x.gather(1, window[context + 1 : context + STEPS + 1, None]).double().mean() for x in (plain, found)]
+    return float(at_text[0] - at_text[1]), float(F.kl_div(found, plain, log_target=True, reduction="batchmean"))
 
 
 def main() -> None:
@@ -105,8 +112,11 @@ def main() -> None:
     parser.add_argument("--train", type=Path, required=True)
     parser.add_argument("--measure", type=Path, required=True)
     parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--trained-context", type=int, help="of the windows to train on; default: the context")
     parser.add_argument("--compression", type=float, default=8)
-    parser.add_argument("--windows", type=int, default=40, help="to train on, of the length of the context")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of training")
+    parser.add_argument("--per-step", type=int, default=2, help="windows of a step")
+    parser.add_argument("--windows", type=int, default=40, help="to train on")
     parser.add_argument("--measured", type=int, default=8, help="windows to measure on")
     parser.add_argument("--out", type=Path, default=Path("healed.csv"))
     parser.add_argument("--rate", type=float, default=6e-4)
@@ -130,18 +140,20 @@ def main() -> None:
         assert not model.load_state_dict(weights, strict=False).unexpected_keys
     rows = {"untrained": (smaller, level_cache), "trained": (healed, level_cache)}
     rows["trained, all tokens"] = (whole, lambda model: DynamicCache(config=model.config))
-    above: dict[str, list[float]] = {name: [] for name in rows}
+    above: dict[str, list[tuple[float, float]]] = {name: [] for name in rows}
     windows = windows_of([measured], arguments.context + STEPS + 1, arguments.measured, 0)
     for window in counted(windows, "measuring"):
-        plain = loss_of(original, DynamicCache(config=original.config), window, arguments.context)
+        plain = predicted(original, DynamicCache(config=original.config), window, arguments.context)
         for name, (model, cache_of) in rows.items():
-            above[name].append(loss_of(model, cache_of(model), window, arguments.context) - plain)
+            found = predicted(model, cache_of(model), window, arguments.context)
+            above[name].append(loss_and_change(found, plain, window, arguments.context))
     with arguments.out.open("w", newline="") as file:
         rows_out = csv.writer(file)
-        rows_out.writerow(["cache", "loss above the original", "standard error", "windows"])
-        for name, losses in above.items():
-            error = statistics.stdev(losses) / len(losses) ** 0.5
-            rows_out.writerow([name, f"{statistics.mean(losses):.4f}", f"{error:.4f}", len(losses)])
+        rows_out.writerow(["cache", "loss above the original", "its error", "change", "its error", "windows"])
+        for name, values in above.items():
+            losses_and_changes = zip(*values, strict=True)
+            numbers = [(statistics.mean(x), statistics.stdev(x) / len(x) ** 0.5) for x in losses_and_changes]
+            rows_out.writerow([name, *(f"{number:.4f}" for pair in numbers for number in pair), len(values)])
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -117,7 +118,8 @@ def head_choices(
                 for recent in recents
                 for some in all_bits
             ]
-        sizes = torch.tensor([_nbytes(way, layer, length, dtype) for way in ways], dtype=torch.float64)
+        with _one_thread():
+            sizes = torch.tensor([_nbytes(way, layer, length, dtype) for way in ways], dtype=torch.float64)
         for head in range(first, first + layer.shape.num_kv_heads):
             losses, of_text = torch.stack([_losses(way, calibration, head, of_tokens) for way in ways], dim=1)
             of_layer.append(HeadChoices(choices=tuple(ways), sizes=sizes, losses=losses, of_text=of_text))
@@ -148,6 +150,17 @@ def _losses(
         shares = torch.tensor([_ROUNDING[bits] for bits in way.bits], dtype=torch.float64)
         found += (effects.bits[:, head].clamp(min=0) * shares).sum()
     return found
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """A context for many small operations: on a busy machine, each would wait for the slowest thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _nbytes(way: HeadChoice, layer: LayerCalibration, length: int, dtype: torch.dtype) -> int:

@@ -14,12 +14,12 @@ with the folder of a model and what ``calibrate(...).save`` wrote; for a sixteen
 import argparse
 import csv
 import math
-import statistics
 from copy import deepcopy
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from real_model import STEPS, change, loss, of_windows, predicted
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
@@ -28,7 +28,6 @@ from structattn.integrations.transformers.caches.model_cache import CACHE
 from structattn.integrations.transformers.evaluation.texts import windows_of
 from structattn.progress import counted
 
-STEPS, AT_ONCE = 256, 16  # tokens after the context, and tokens of a call
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 SOME = 256  # tokens whose logits are there at once
 
@@ -91,18 +90,10 @@ def trained(original, chosen, tokens, arguments):
 
 
 @torch.no_grad()
-def predicted(model, cache, window, context):
-    """Logarithms of the probabilities of the tokens after a context, each model with its own cache."""
+def after_context(model, cache, window, context):
+    """What a model predicts after a context that it reads itself, with its own cache."""
     model(window[None, :context], logits_to_keep=1, **{CACHE: cache})
-    ends = range(context, context + STEPS, AT_ONCE)
-    calls = (model(window[None, at : at + AT_ONCE], **{CACHE: cache}).logits[0].float() for at in ends)
-    return torch.cat([logits.log_softmax(-1) for logits in calls])
-
-
-def loss_and_change(found, plain, window, context):
-    """Nats per token above those of the original, and the divergence from its predictions."""
-    at_text = [x.gather(1, window[context + 1 : context + STEPS + 1, None]).double().mean() for x in (plain, found)]
-    return float(at_text[0] - at_text[1]), float(F.kl_div(found, plain, log_target=True, reduction="batchmean"))
+    return predicted(model, cache, window, context)
 
 
 def main() -> None:
@@ -143,17 +134,17 @@ def main() -> None:
     above: dict[str, list[tuple[float, float]]] = {name: [] for name in rows}
     windows = windows_of([measured], arguments.context + STEPS + 1, arguments.measured, 0)
     for window in counted(windows, "measuring"):
-        plain = predicted(original, DynamicCache(config=original.config), window, arguments.context)
+        plain = after_context(original, DynamicCache(config=original.config), window, arguments.context)
+        of_plain = loss(plain, window, arguments.context)
         for name, (model, cache_of) in rows.items():
-            found = predicted(model, cache_of(model), window, arguments.context)
-            above[name].append(loss_and_change(found, plain, window, arguments.context))
+            found = after_context(model, cache_of(model), window, arguments.context)
+            above[name].append((loss(found, window, arguments.context) - of_plain, change(plain, found)))
     with arguments.out.open("w", newline="") as file:
         rows_out = csv.writer(file)
         rows_out.writerow(["cache", "loss above the original", "its error", "change", "its error", "windows"])
         for name, values in above.items():
-            losses_and_changes = zip(*values, strict=True)
-            numbers = [(statistics.mean(x), statistics.stdev(x) / len(x) ** 0.5) for x in losses_and_changes]
-            rows_out.writerow([name, *(f"{number:.4f}" for pair in numbers for number in pair), len(values)])
+            numbers = [number for x in zip(*values, strict=True) for number in of_windows(x)]
+            rows_out.writerow([name, *(f"{number:.4f}" for number in numbers), len(values)])
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import structattn as sa
+from structattn.cache.storage import checked_storage, storage_of_heads
 from structattn.errors import ConfigError
 from structattn.integrations.transformers import allocate, calibrate, level_cache, load_structurized, structurize
 from structattn.integrations.transformers.caches.model_cache import CACHE
@@ -143,7 +144,7 @@ def test_keys_and_values_have_bits_of_their_own(found) -> None:
     budget = (LAYERS * GROUPS - 1) * sizes[4, 4] + sizes[8, 4]
     plain = LAYERS * GROUPS * 2 * 16 * 2 * 8192
     chosen = allocate(one_head, compression=plain / budget, context_length=8192, methods=("bits",))
-    of_heads = [of_head for of_layer in chosen.storage for of_head in _by_head(of_layer)]
+    of_heads = [one for of_layer in chosen.storage for one in storage_of_heads(checked_storage(of_layer), GROUPS)]
     assert [(one.key_bits, one.value_bits) for one in of_heads] == [(4, 4), (8, 4), *[(4, 4)] * (LAYERS * GROUPS - 2)]
     assert chosen.expected_loss == pytest.approx((15 / 255) ** 2, rel=1e-4)
     assert sizes[8, 4] < sizes[8, 8]
@@ -154,10 +155,6 @@ def _nbytes(storage, length):
     cache = sa.LevelCache(storage=storage, max_length=length)
     cache.append(*torch.zeros(2, 1, 1, length, 16, dtype=torch.bfloat16))
     return cache.nbytes
-
-
-def _by_head(storage):
-    return [storage] * GROUPS if isinstance(storage, sa.Storage | None) else storage
 
 
 def test_files_keep_effects_and_old_files_have_none(found, tmp_path) -> None:

@@ -34,8 +34,8 @@ from structattn_lab.runs.folders import Owner, finished_in, opened
 
 MODEL, CALIBRATION, MEASURED, REPORT = "model", "calibration.safetensors", "measured-text.jsonl", "results"
 _PARTIAL = "partial-calibration.safetensors"  # while the model is calibrated
-_CALIBRATED_TOKENS, _CALIBRATED_WINDOWS = 10240, 3  # at least, where the text has as many
-_SHORTEST_WINDOW, _LONGEST_WINDOW = 1024, 4096  # to calibrate on; longer ones take more memory and time
+_CALIBRATED_TOKENS = 10240
+_SHORTEST_WINDOW, _LONGEST_WINDOW = 1024, 2048  # longer ones take more memory and time, and chose no better
 _MOST_CHARACTERS = 4_000_000  # of the text: more are not read
 
 
@@ -96,7 +96,7 @@ def shrink(
             or has fewer positions than a window; no choices give the compression.
         DataError: the text cannot be read, or has no two documents, or halves of one, as long as a window.
 
-    Cost: see ``calibrate``, of 10,240 tokens or three windows of half of the context, of 1,024 to 4,096
+    Cost: see ``calibrate``, of 10,240 tokens in windows of half of the context, of 1,024 to 2,048
         tokens; and for each of the four caches a forward pass of a context for each window and prompt.
     """
     check_number("compression", compression, minimum=1)
@@ -227,7 +227,7 @@ def _divided(texts: list[str], tokenizer: Any, length: int, longest: int) -> tup
     kept = max(range(len(texts)), key=lambda number: len(ids[number]), default=None)
     windows: list[Tensor] = []
     chosen = set()
-    most = max(_CALIBRATED_WINDOWS, -(-_CALIBRATED_TOKENS // length))
+    most = max(1, _CALIBRATED_TOKENS // length)
     for number in torch.randperm(len(texts), generator=generator("documents to calibrate on", 0)).tolist():
         if len(windows) >= most:
             break

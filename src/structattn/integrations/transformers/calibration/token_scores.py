@@ -302,10 +302,10 @@ def token_scores(
     Returns:
         ``None`` where the texts are too short.
 
-    Cost: a forward pass of 2 T tokens of each text. Of each that is held out, two times (as it is, and with
-        copies in it): a forward and a backward pass of T, sums over the weights of 512 queries for each of
-        ``WAYS``, and two forward passes of T. Memory: the activations of a backward pass; for each layer
-        8 E^2 bytes before that.
+    Cost: a forward pass of 2 T tokens of each text, and the weights that all of them give its T. Of each that
+        is held out, two times (as it is, and with copies in it): a forward and a backward pass of T, sums
+        over the weights of 512 queries for each of ``WAYS``, and two forward passes of T. Memory: the
+        activations of a backward pass; for each layer 8 E^2 bytes before that.
 
     Source: weights of a repeated context: KVzip (arXiv 2505.23416); their prediction from hidden states:
         KVzap (2601.07891), which takes the tokens above a threshold. A fixed number of each group for each

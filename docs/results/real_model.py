@@ -7,10 +7,14 @@ and the model goes on with it. Run it as
     python real_model.py MODEL TEXT CALIBRATION --context 8192 --windows 5 --out rows.csv --figure rows.png
 
 with the folder of a model, a text file that calibration has not seen, and what ``calibrate(...).save`` wrote.
+What is found, by task and distance, is written beside the rows, as ``rows-found.csv``; what was measured is
+kept in ``rows.jsonl``, from which an interrupted run goes on.
 """
 
 import argparse
 import csv
+import hashlib
+import json
 import statistics
 from copy import deepcopy
 from pathlib import Path
@@ -101,28 +105,53 @@ def is_found(model, cache, prompt):
     return bool((guesses[scored] == prompt.query[1:][scored]).all())
 
 
-def measured(model, small, reader, windows, prompts, length):
+class Kept:
+    """What was measured, in a file of JSON lines: an interrupted run goes on from there."""
+
+    def __init__(self, path, settings) -> None:
+        self.path = path
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        whole = [json.loads(line) for line in lines if line.endswith("\n")]  # the last one may have been cut off
+        if whole[:1] not in ([], [settings]):
+            raise SystemExit(f"{path} is of {whole[0]}, and this run of {settings}: remove it, or choose another --out")
+        path.write_text("".join(f"{json.dumps(line)}\n" for line in whole or [settings]))
+        self.items = whole[1:]
+
+    def rest(self, items, first, words):
+        """Those that are not measured, the first of which is the one with this number."""
+        return counted(items[max(0, len(self.items) - first) :], words)
+
+    def add(self, item) -> None:
+        self.items.append(item)
+        with self.path.open("a") as file:
+            file.write(f"{json.dumps(item)}\n")
+
+
+def measured(model, small, reader, windows, prompts, length, kept):
     """Losses, changes of the predictions and answers, by the name of the row; the first is the model."""
-    losses, changes, found = ({name: [] for name in small} for _ in range(3))
-    for window in counted(windows, "windows"):
-        read = reader.read(window[:length])
+
+    def caches_of(ids):
+        read = reader.read(ids)
         caches = {name: reader.filled(one, read, length) for name, one in small.items() if one is not model}
-        before = None
-        for name, one in small.items():
-            after = predicted(one, caches.get(name, read[0]), window, length)
+        return {name: (one, caches.get(name, read[0])) for name, one in small.items()}
+
+    for window in kept.rest(windows, 0, "windows"):
+        found, losses, before = {}, {}, None
+        for name, (one, cache) in caches_of(window[:length]).items():
+            after = predicted(one, cache, window, length)
             before = after if before is None else before
-            losses[name].append(loss(after, window, length))
-            changes[name].append(change(before, after))
-    for prompt in counted(prompts, "prompts"):
-        read = reader.read(prompt.context)
-        caches = {name: reader.filled(one, read, length) for name, one in small.items() if one is not model}
-        for name, one in small.items():
-            found[name].append(is_found(one, caches.get(name, read[0]), prompt))
-    return losses, changes, found
+            losses[name], found[name] = loss(after, window, length), change(before, after)
+        kept.add({"loss": losses, "change": found})
+    for prompt in kept.rest(prompts, len(windows), "prompts"):
+        found = {name: is_found(*pair, prompt) for name, pair in caches_of(prompt.context).items()}
+        kept.add({"task": prompt.task, "distance": prompt.distance, "found": found})
+    return kept.items[: len(windows)], kept.items[len(windows) :]
 
 
 def of_windows(values):
     """Mean and standard error."""
+    if not values:
+        return None, None
     return statistics.fmean(values), statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
 
 
@@ -158,6 +187,8 @@ def main() -> None:
     parser.add_argument("calibration")
     for name, default in (("context", 8192), ("windows", 5), ("prompts", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--task", action="append", help="of retrieval; may be given several times; default: all")
+    parser.add_argument("--distance", action="append", type=int, help="in tokens; default: a half and seven eighths")
     parser.add_argument("--out", default="rows.csv")
     parser.add_argument("--figure", default="rows.png")
     args = parser.parse_args()
@@ -166,33 +197,44 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32, attn_implementation="sdpa").eval()
     calibration = Calibration.load(args.calibration)
     texts = [tokenizer(args.text.read_text()[:3_000_000], return_tensors="pt").input_ids[0]]
-    windows = windows_of(texts, length + STEPS + 1, args.windows, 0)
+    windows = windows_of(texts, length + STEPS + 1, args.windows, 0) if args.windows else []
     prompts = []
     if args.prompts:
         prompts += retrieval_prompts(
             texts,
             context_length=length,
             tokenizer=tokenizer,
-            tasks=None,
-            distances=(length // 2, length * 7 // 8),
+            tasks=args.task,
+            distances=args.distance or (length // 2, length * 7 // 8),
             num_prompts=args.prompts,
             seed=0,
         )
     rows = list(rows_of(model, calibration, length))
     small = {"as it is": model, **{name: one for name, one, _ in rows}}
     sizes = {"as it is": 1.0, **{name: size for name, _, size in rows}}
-    losses, changes, found = measured(model, small, Reader(model, calibration), windows, prompts, length)
-    plain, table = losses["as it is"], []
+    out = Path(args.out)
+    settings = {name: str(x) for name, x in vars(args).items() if name not in ("out", "figure")}
+    settings["calibration"] = hashlib.sha256(Path(args.calibration).read_bytes()).hexdigest()
+    kept = Kept(out.with_suffix(".jsonl"), settings)
+    of_text, answers = measured(model, small, Reader(model, calibration), windows, prompts, length, kept)
+    table, found = [], []
     for name in small:
         row = {"cache": name, "bytes": sizes[name]}
-        row["loss"], row["error"] = of_windows([x - y for x, y in zip(losses[name], plain, strict=True)])
-        row["change"], row["change_error"] = of_windows(changes[name])
-        table.append(row | {"found": sum(found[name]), "prompts": len(prompts)})
-    with Path(args.out).open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(table[0]))
-        writer.writeheader()
-        writer.writerows(table)
-    figure(table, args.figure)
+        row["loss"], row["error"] = of_windows([x["loss"][name] - x["loss"]["as it is"] for x in of_text])
+        row["change"], row["change_error"] = of_windows([x["change"][name] for x in of_text])
+        table.append(row | {"found": sum(x["found"][name] for x in answers), "prompts": len(answers)})
+        for task, distance in dict.fromkeys((x["task"], x["distance"]) for x in answers):
+            right = [x["found"][name] for x in answers if (x["task"], x["distance"]) == (task, distance)]
+            row = {"cache": name, "task": task, "distance": distance}
+            found.append(row | {"found": sum(right), "prompts": len(right)})
+    for path, of_file in ((out, table), (out.with_name(f"{out.stem}-found.csv"), found)):
+        if of_file:
+            with path.open("w", newline="") as file:
+                writer = csv.DictWriter(file, list(of_file[0]))
+                writer.writeheader()
+                writer.writerows(of_file)
+    if of_text:
+        figure(table, args.figure)
 
 
 if __name__ == "__main__":

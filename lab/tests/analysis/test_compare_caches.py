@@ -84,6 +84,26 @@ def test_caches_that_allocate_chooses(folder, book, tmp_path) -> None:
         compare_caches(settings(folder, book, calibration="nothing"), tmp_path / "no", rows=_only_plain)
 
 
+def test_bytes_are_counted_in_another_dtype_than_the_model_computes_in(folder, book, tmp_path) -> None:
+    def rows(**options):
+        done = compare_caches(
+            settings(folder, book, num_prompts=0, **options),
+            tmp_path / "-".join(options.values()),
+            rows=lambda *sizes: [x for x in cache_rows(*sizes) if x.name in ("DynamicCache", "4 bits")],
+            show_progress=False,
+        )
+        return done, done.record.rows
+
+    (_, in_16), (_, in_32) = rows(dtype="bfloat16"), rows(dtype="float32")
+    done, counted = rows(dtype="float32", bytes_dtype="bfloat16")
+    for count, (half, whole, both) in enumerate(zip(in_16, in_32, counted, strict=True)):
+        assert (both.nbytes, both.size) == (half.nbytes, half.size)
+        assert both.losses == whole.losses != half.losses, count
+        assert whole.nbytes > half.nbytes
+    said = "computes in float32; bytes are those of the same cache of the model in bfloat16"
+    assert said in (done.folder / "report.html").read_text()
+
+
 def settings(folder, book, **options):
     return CachesConfig(task=CacheTask(model=str(folder), data=str(book), **SMALL | options))
 

@@ -96,6 +96,14 @@ def test_the_command_writes_a_smaller_model_and_what_it_lost(folder, text) -> No
     assert about[0] in (folder / "results" / "report.html").read_text()
 
 
+@pytest.mark.parametrize("has_them", [False, True])
+def test_it_measures_in_16_bits_where_the_processor_computes_in_them(monkeypatch, has_them) -> None:
+    monkeypatch.setattr(module, "has_products", lambda dtype: has_them)
+    for dtype, counted in ((torch.bfloat16, "bfloat16"), (torch.float16, "float16"), (torch.float32, "bfloat16")):
+        expected = {"dtype": counted if has_them else "float32", "bytes_dtype": counted}
+        assert module._dtypes(dtype) == expected
+
+
 def test_windows_that_calibrate_have_half_of_the_context() -> None:
     lengths = [module._calibrated_length(context) for context in (320, 1500, 2048, 4096, 8192, 32768)]
     assert lengths == [320, 1024, 1024, 2048, 2048, 2048]

@@ -48,6 +48,7 @@ class CacheTask:
         num_windows: of text, for the loss.
         num_prompts: of each retrieval task at each distance; 0: none.
         dtype: of the model.
+        bytes_dtype: of the model when the bytes of the cache are counted; empty: ``dtype``.
         seed: of windows and prompts.
     """
 
@@ -60,6 +61,7 @@ class CacheTask:
     num_windows: int = 8
     num_prompts: int = 4
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    bytes_dtype: Literal["", "float32", "bfloat16", "float16"] = ""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -197,6 +199,7 @@ def _row(cache: MeasuredCache, task: CacheTask, texts: list[Any], tokenizer: Any
     from structattn.integrations.transformers.evaluation.scores import Estimate
 
     dtype: torch.dtype = getattr(torch, task.dtype)
+    counted_in: torch.dtype = getattr(torch, task.bytes_dtype or task.dtype)
     try:
         prepared = cache.prepare(load_model(task.model).eval().requires_grad_(False).to(dtype))
         scores = evaluate_cache(
@@ -212,6 +215,18 @@ def _row(cache: MeasuredCache, task: CacheTask, texts: list[Any], tokenizer: Any
             seed=task.seed,
             press=prepared.press,
         )
+        nbytes = scores.nbytes
+        if counted_in != dtype:  # a cache of as many tokens says it
+            nbytes = evaluate_cache(
+                prepared.model.to(counted_in),
+                prepared.new_cache,
+                texts,
+                context_length=task.context_length + task.num_steps - 1,
+                num_steps=1,
+                num_windows=1,
+                tasks=(),
+                press=prepared.press,
+            ).nbytes
     except UnavailableError as error:
         return CacheRow(name=cache.name, about=cache.about, note=str(error))
     except Exception as error:  # other packages raise what they like
@@ -219,7 +234,7 @@ def _row(cache: MeasuredCache, task: CacheTask, texts: list[Any], tokenizer: Any
             raise
         return CacheRow(name=cache.name, about=cache.about, note=f"it fails: {in_words(error)}")
     # The first row keeps all keys and values in the dtype of the model.
-    per_16_bits = scores.nbytes / dtype.itemsize * 2
+    per_16_bits = nbytes / counted_in.itemsize * 2
     if first is not None:
         per_16_bits = first.nbytes / first.size  # type: ignore[operator]
     needed = None
@@ -230,8 +245,8 @@ def _row(cache: MeasuredCache, task: CacheTask, texts: list[Any], tokenizer: Any
     return CacheRow(
         name=cache.name,
         about=cache.about,
-        nbytes=scores.nbytes,
-        size=scores.nbytes / per_16_bits,
+        nbytes=nbytes,
+        size=nbytes / per_16_bits,
         needed=needed,
         loss=scores.loss.mean,
         losses=scores.losses,

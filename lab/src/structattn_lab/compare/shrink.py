@@ -20,6 +20,7 @@ from torch import Tensor
 from structattn.checks import check_int, check_number, check_path, check_size
 from structattn.errors import CheckpointError, DataError
 from structattn.files import TEMPORARY, write_atomic
+from structattn.machine import has_products
 from structattn.progress import doing
 from structattn.seeds import generator
 from structattn_lab.compare.cache_rows import bits_row, default_row, longest_of, window_row
@@ -72,8 +73,9 @@ def shrink(
 
     Some documents calibrate (``calibrate(model, windows, methods=("tokens", "bits"))``), the others are
     measured (``compare_caches``): the default cache, 4 bits, a window with sink tokens of the same bytes, and
-    the model that was written. All are measured in bfloat16, or in float16 for a model of it, since the
-    budget counts numbers of 16 bits.
+    the model that was written. Their bytes are counted in bfloat16, or in float16 for a model of it, since
+    the budget counts numbers of 16 bits. They compute in it where the processor does (``has_products``), else
+    in float32, which is faster there.
 
     Args:
         model: a folder that ``save_pretrained`` of transformers wrote, or a name on the hub.
@@ -113,11 +115,9 @@ def shrink(
         context_length=context_length,
         num_windows=num_windows,
         num_prompts=num_prompts,
-        dtype="bfloat16",  # a budget is relative to numbers of 16 bits
     )
     config = checked_config(task.model, context_length + task.num_steps + 1, "--context-length")
-    if config.dtype == torch.float16:
-        task = dataclasses.replace(task, dtype="float16")
+    task = dataclasses.replace(task, **_dtypes(config.dtype))
     texts = _documents(Source(path=str(data), document_start=document_start))
     owner = Owner(
         command="shrink",
@@ -206,6 +206,12 @@ def _documents(source: Source) -> list[str]:
         middle = text.rfind("\n", 0, len(text) // 2) + 1 or len(text) // 2
         cut += [text[:middle], text[middle:]] if len(text) > half else [text]
     return cut
+
+
+def _dtypes(dtype: torch.dtype | None) -> dict[str, Any]:
+    """In which numbers a model of a dtype is measured, and its bytes are counted."""
+    name = "float16" if dtype == torch.float16 else "bfloat16"
+    return {"dtype": name if has_products(getattr(torch, name)) else "float32", "bytes_dtype": name}
 
 
 def _calibrated_length(context_length: int) -> int:

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 
 from structattn_lab.records.caches import CacheRow, CachesRecord
+from structattn_lab.records.common import Json
 from structattn_lab.report.figures.caches import draw_loss, draw_recall
 from structattn_lab.report.numbers import fmt_count, fmt_date
 from structattn_lab.report.report import Origin, Report, Section
@@ -35,8 +36,7 @@ def report(record: CachesRecord) -> Report:
             f"{task['context_length']:,}, over {record.num_windows} windows; [low, high]: 95 % intervals of the "
             "differences to the first row.",
             "Bytes: of all tensors that a cache keeps after the last step, over those of all keys and values of these "
-            "tokens in 16 bits. Ours are allocated for the length, not grown. The model computes in "
-            f"{task['dtype']}, and a cache may keep exact tokens so.",
+            f"tokens in 16 bits. Ours are allocated for the length, not grown. {_dtypes(task)}",
             *_if_freed(record),
             "Recall: the context is in the cache before the question is known; an answer is right if all its tokens "
             "are the most probable ones. Tasks after RULER (arXiv 2404.06654).",
@@ -47,6 +47,14 @@ def report(record: CachesRecord) -> Report:
             "context": f"{task['context_length']:,} tokens",
         },
     )
+
+
+def _dtypes(task: Json) -> str:
+    """In which numbers the model computes, and in which the bytes are counted."""
+    dtype = task["dtype"]
+    if (counted := task.get("bytes_dtype") or dtype) == dtype:
+        return f"The model computes in {dtype}, and a cache may keep exact tokens so."
+    return f"The model computes in {dtype}; bytes are those of the same cache of the model in {counted}."
 
 
 def _table(record: CachesRecord) -> Table:

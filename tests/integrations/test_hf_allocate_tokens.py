@@ -335,3 +335,14 @@ def test_what_cannot_be_is_refused(smaller, model, found, texts) -> None:
         allocate(found, compression=500)
     with pytest.raises(ConfigError, match="methods must be a tuple"):
         calibrate(model, [texts], methods="tokens")
+
+
+@pytest.mark.parametrize(
+    ("lengths", "fitted"),
+    [([300], 1), ([300, 300], 1), ([300, 300, 300], 2), ([2048] * 10, 4), ([1024] * 20, 8), ([4096] * 4, 2)],
+)
+def test_some_texts_fit_scorers_and_the_others_measure(lengths, fitted) -> None:
+    texts = [torch.full((1, length), number) for number, length in enumerate(lengths)]
+    fit, held = token_scores._divided(texts)
+    assert fit == texts[:fitted]
+    assert held == (texts[fitted:] or texts)

@@ -215,6 +215,14 @@ def test_batches_are_one_batch_and_padding_is_nothing() -> None:
     assert calibrate(model, [IDS]).block_sizes == (16, 32)
 
 
+def test_without_levels_dimensions_are_those_of_the_first_batch() -> None:
+    model, more = trained(llama), [IDS, IDS.flip(1)]
+    first = calibrate(model, [IDS], num_queries=None)
+    assert_equal_sums(first, calibrate(model, more, num_queries=None, methods=("bits",)))
+    both = calibrate(model, more, num_queries=None)
+    assert both.layers[0].moments.tokens == 2 * first.layers[0].moments.tokens
+
+
 def test_a_window_hides_far_keys() -> None:
     found = calibrated(_small_window())
     assert bool((found.layers[0].moments.value_effects[2] != 0).any())  # the first queries of a block

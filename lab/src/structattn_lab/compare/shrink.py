@@ -35,7 +35,7 @@ from structattn_lab.runs.folders import Owner, finished_in, opened
 
 MODEL, CALIBRATION, MEASURED, REPORT = "model", "calibration.safetensors", "measured-text.jsonl", "results"
 _PARTIAL = "partial-calibration.safetensors"  # while the model is calibrated
-_CALIBRATED_TOKENS = 10240
+_CALIBRATED_TOKENS = 16384
 _SHORTEST_WINDOW, _LONGEST_WINDOW = 1024, 2048  # longer ones take more memory and time, and chose no better
 _MOST_CHARACTERS = 4_000_000  # of the text: more are not read
 
@@ -98,7 +98,7 @@ def shrink(
             or has fewer positions than a window; no choices give the compression.
         DataError: the text cannot be read, or has no two documents, or halves of one, as long as a window.
 
-    Cost: see ``calibrate``, of 10,240 tokens in windows of half of the context, of 1,024 to 2,048
+    Cost: see ``calibrate``, of 16,384 tokens in windows of half of the context, of 1,024 to 2,048
         tokens; and for each of the four caches a forward pass of a context for each window and prompt.
     """
     check_number("compression", compression, minimum=1)

@@ -52,7 +52,7 @@ _CHUNK = 64  # queries whose scores are held at once
 _DISTANCES = 32  # of distance_bucket, more than a text has
 _SHORTEST_TEXT = 64
 _TEXTS = 2  # on which bits and windows of single heads are measured
-_SCORED_TOKENS = 16384  # of the texts whose tokens are scored
+_SCORED_TOKENS = 20480  # of the texts whose tokens are scored
 _WINDOWS = ((128, 8), (512, 2))  # of tokens, first ones included, and at most this part of a text
 _KNOWN = ("input_ids", "attention_mask", "labels")
 _RESULTS = "moments of layers"
@@ -359,15 +359,15 @@ def calibrate(
     Args:
         model: a plain decoder that ``structurize`` takes; unchanged afterwards.
         batches: token ids (B, T), or dicts with ``input_ids`` and ``attention_mask`` (padding at the ends of
-            rows). They are read once, and few are enough: some 10,000 tokens, of the length at which the
-            model will be used.
+            rows). They are read once, and few are enough: some 20,000 tokens, in ten texts or more of a
+            quarter of the length at which the model will be used, or longer.
         block_sizes: rising. Default: powers of 2 from 16 on, below the length of the first batch.
         num_queries: queries of each row whose scores are looked at, neighbors at a random place, the same
             ones in every run. ``None``: all.
-        retrieval: whether single heads are measured: tokens on rows of at least 128 tokens, up to 16,384 in
+        retrieval: whether single heads are measured: tokens on rows of at least 128 tokens, up to 20,480 in
             all, the first two of at least 64 tokens for what else. A model without an output head is not.
-        methods: of ``allocate``, that are prepared for. Moments of dimensions are always summed; what each
-            layer matters is only measured for ``"levels"``.
+        methods: of ``allocate``, that are prepared for. Without ``"levels"``, moments of dimensions are those
+            of the first batch, and what each layer matters is not measured.
         resume: a file, written after each pass of the model. A call with the same model, texts and options
             goes on after the last pass that it holds, and returns the same numbers, bit by bit on the same
             machine. It stays: remove it once the calibration is saved. Default: none.
@@ -383,14 +383,14 @@ def calibrate(
         CalibrationError: queries, keys or values are NaN or infinite; the message says which, and in which
             layer.
 
-    Cost: tokens: a forward pass of twice each text; of a third of them also two forward and backward passes
-        and four forward passes of its length, with the memory of a backward pass. Bits: two forward and two
-        backward passes of each of two rows; heads: 16 of each. Dimensions: a forward pass without output head
-        of all tokens, and for levels one with it of up to 2,048 tokens for each layer; per layer and row
-        2 H M T D (V + D) FLOPs for the M
-        queries. Memory does not depend on the number of batches: per layer 8 B G (P^2 + V^2) bytes for B
-        block sizes, G heads and P = D / 2 pairs, and for tokens 8 E^2 for hidden states of E numbers. The
-        file of ``resume`` has these too.
+    Cost: tokens: a forward pass of twice each text that scorers are fitted to (see ``TokenScores``); of each
+        other text two forward and backward passes and four forward passes of its length, with the memory of a
+        backward pass. Bits: two forward and two backward passes of each of two rows; heads: 16 of each.
+        Dimensions: for levels a forward pass without output head of all tokens, and one with it of up to
+        2,048 tokens for each layer; per layer and row 2 H M T D (V + D) FLOPs for the M queries. Memory does
+        not depend on the number of batches: per layer 8 B G (P^2 + V^2) bytes for B block sizes, G heads and
+        P = D / 2 pairs, and for tokens 8 E^2 for hidden states of E numbers. The file of ``resume`` has these
+        too.
 
     Source: ours; of tokens see ``TokenScores``. MHA2MLA (arXiv 2502.14837) chooses rotary pairs by the norms
         of queries and keys, KQ-SVD (2512.05916) shows that queries count as much as keys, CARE (2603.17946)
@@ -423,8 +423,9 @@ def calibrate(
         )
     options = {"block_sizes": sizes, "num_queries": num_queries, "retrieval": retrieval, "methods": sorted(wanted)}
     results = PassResults(None, {}) if resume is None else _results(resume, model, read, options)
-    _Collector(layers, sizes, num_queries, results).read(model, read)
-    if "levels" in wanted:
+    has_levels = "levels" in wanted
+    _Collector(layers, sizes, num_queries, results).read(model, read if has_levels else read[:1])
+    if has_levels:
         roots = {module: layer.root for module, layer in layers.items()}
         changes = sensitivities(model, read[0].inputs, read[0].real, roots, sizes[0], results)
         for module, change in changes.items():

@@ -41,7 +41,7 @@ _FAR = 128  # tokens between a query and the tokens that it looks back at; in a 
 _LEAST = 1e-3  # of the mean use of a token: below this all are alike
 _RIDGE = 0.01  # relative to the variance of each number of a hidden state
 _SHARE = 1 / 4  # of the tokens, recent ones counted, at which the change of the predictions is measured
-_HELD_OUT = 3  # one text of three, the last ones
+_FITTED_TOKENS = 8192  # enough for scorers; what heads lose varies more from text to text
 _SHORTEST = 128
 # Names in partial calibrations: none that files of before have, whose numbers are others.
 _SUMS, _SCORERS = "sums of uses", "scorers of uses"
@@ -295,8 +295,8 @@ def token_scores(
     Args:
         model: a plain causal language model.
         layers: those of keys of their own.
-        texts: ids (1, T) each, half as long as the model can read at most; the last third of them is held
-            out to measure losses.
+        texts: ids (1, T) each, half as long as the model can read at most. Scorers are fitted to the first
+            8,192 tokens, or half of the texts; the others measure losses.
         results: what is kept of passes.
 
     Returns:
@@ -315,8 +315,8 @@ def token_scores(
     if not texts:
         return None
     fits = {layer.module: _LayerFit(layer) for layer in layers}
-    held = texts[-max(1, len(texts) // _HELD_OUT) :]
-    _fit(model, fits, texts[: -len(held)] or held, results)
+    fitted, held = _divided(texts)
+    _fit(model, fits, fitted, results)
     recents = tuple(recent for recent in RECENTS if 2 * recent <= min(text.shape[1] for text in held))
     generator = torch.Generator().manual_seed(0)
     prompts: list[ScoredText] = []
@@ -328,6 +328,15 @@ def token_scores(
         scorers=tuple(fit.scorer.cpu() for fit in fits.values() if fit.scorer is not None),
         losses=losses.scaled(choices, *_changes(model, fits, prompts, choices, results)),
     )
+
+
+def _divided(texts: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """The texts to fit scorers to, and those that measure losses; one alone does both."""
+    count, tokens = 0, 0
+    while tokens < _FITTED_TOKENS and 2 * count < len(texts):
+        tokens += texts[count].shape[1]
+        count += 1
+    return texts[:count], texts[count:] or texts
 
 
 def _read_twice(model: PreTrainedModel, this: _Pass, text: Tensor) -> None:

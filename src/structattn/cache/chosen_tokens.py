@@ -39,6 +39,19 @@ class _Return:
     scores: Tensor | None
 
 
+@dataclass(frozen=True)
+class _Prompt:
+    """The beginning of a prompt that comes in several calls.
+
+    Attributes:
+        length: of the whole prompt.
+        contents: its tokens so far, as the model made them.
+    """
+
+    length: int
+    contents: Contents
+
+
 class ChosenTokens:
     """The contents of key heads whose ``Storage`` has ``keep``: the tokens of a block that is no longer
     recent stay or go, for each head and row by its own scores.
@@ -48,7 +61,7 @@ class ChosenTokens:
     each block whole groups are kept, so that the codes of later tokens only move.
 
     The methods are those of ``Contents``; ``set_scores`` is given the scores of new tokens before they are
-    appended.
+    appended. A prompt that comes in several calls is announced by ``expect``.
 
     Args:
         shape: of the tokens.
@@ -67,9 +80,11 @@ class ChosenTokens:
         self.storage, self.keep = storage, storage.keep
         if options["max_length"] is not None:
             options["max_length"] = self._of_kept(options["max_length"]) + storage.recent + 2 * storage.block
+        self._options = {**options, "layout": None, "padding": None, "max_length": None}
         options["page_size"] = self._of_kept(options["page_size"])
         self.kept = Contents(shape, layout=None, padding=None, storage=replace(storage, keep=None), **options)
         self.decided = 0
+        self._prompt: _Prompt | None = None
         self._scores = torch.zeros(0)
         self._new: Tensor | None = None
         self._mark: _Return | None = None
@@ -100,17 +115,44 @@ class ChosenTokens:
     @property
     def length(self) -> int:
         """Tokens so far, those that are kept no longer counted."""
-        return self.decided + self._open
+        return self.decided + self._open + (0 if self._prompt is None else self._prompt.contents.length)
 
     @property
     def key_nbytes(self) -> int:
         """Bytes that are allocated for keys, and for scores."""
-        return self.kept.key_nbytes + self._scores.numel() * self._scores.element_size()
+        of_prompt = 0 if self._prompt is None else self._prompt.contents.key_nbytes
+        return self.kept.key_nbytes + of_prompt + self._scores.numel() * self._scores.element_size()
 
     @property
     def value_nbytes(self) -> int:
         """Bytes that are allocated for values."""
-        return self.kept.value_nbytes
+        return self.kept.value_nbytes + (0 if self._prompt is None else self._prompt.contents.value_nbytes)
+
+    def most_nbytes(self, length: int, *, prompt: int = 0) -> int:
+        """As of ``Contents``.
+
+        Args:
+            prompt: tokens of a prompt that comes in several calls, see ``expect``: also what it takes until
+                its end. Default 0: there is none.
+        """
+        storage, scores = self.storage, self.shape.batch * self.shape.keys[0] * torch.float32.itemsize
+        of_first = storage.group_size if storage.keep == 0 else 0
+
+        def chosen(blocks: int) -> int:
+            return blocks * self.keep + (of_first if blocks else 0)
+
+        most, waiting = length, storage.recent + storage.block
+        if length >= waiting:  # the most tokens are there just before a block is decided on
+            blocks = (length - storage.recent) // storage.block
+            most = max(chosen(blocks - 1) + waiting, chosen(blocks) + length - blocks * storage.block)
+        total = self.kept.most_nbytes(most) + scores * waiting
+        if prompt <= waiting:
+            return total
+        return max(total, self._exact().most_nbytes(length) + scores * max(length, waiting))
+
+    def _exact(self) -> Contents:
+        """Empty contents that keep all tokens as the model makes them."""
+        return Contents(self.shape, storage=None, **self._options)
 
     def stores(self) -> Iterator[tuple[LevelStore, Level]]:
         """All stores with their levels."""
@@ -121,6 +163,28 @@ class ChosenTokens:
         """The stores of quantized tokens, and one more entry, of the scores, as ``state`` has them."""
         yield from self.kept.groups
         yield self
+
+    def expect(self, count: int) -> None:
+        """Says that the first ``count`` tokens are one prompt, in whatever calls they come: they attend to
+        each other as in one call, and are chosen after the last one. Until then all are kept as the model
+        made them, and there is no other change than ``attend``, ``reset`` and a copy.
+        """
+        assert self.length == 0
+        self._prompt = None if self._is_short(count) else _Prompt(count, self._exact())
+
+    def _attend_prompt(
+        self, prompt: _Prompt, q: Tensor, k: Tensor, v: Tensor, options: ScoreTerms, backend: Backend
+    ) -> Tensor:
+        """``attend`` of a part of a prompt; after its last token all are chosen."""
+        scores, first = self._taken_scores(k.shape[2]), prompt.contents.length
+        assert first + k.shape[2] <= prompt.length
+        out = prompt.contents.attend(q, k, v, options, backend)
+        self._store_scores(first, scores)
+        if prompt.contents.length == prompt.length:
+            keys, values = prompt.contents.read_plain(0, prompt.length)
+            scores, self._scores, self._prompt = self._scores[:, :, : prompt.length], torch.zeros(0), None
+            self._append_first(keys, values, scores)
+        return out
 
     def set_scores(self, scores: Tensor) -> None:
         """Takes the scores of the tokens that come next, (B, G, T): of each block, those with the highest are
@@ -156,8 +220,15 @@ class ChosenTokens:
         self.kept.append(_taken(k, index), _taken(v, index))
         self._store_scores(0, scores[:, :, ends:])
 
+    def decide(self) -> None:
+        """Decides on the blocks that are no longer recent, before the next token; ``undo`` goes back no
+        further.
+        """
+        if self._is_due:
+            self._mark = None
+            self._decide()
+
     def _decide(self) -> None:
-        """Decides on the blocks that are no longer recent."""
         while self._is_due:
             size, first = self.storage.block, self._chosen
             places = _places(self.storage, self._scores[:, :, :size], self.decided // size)
@@ -210,6 +281,10 @@ class ChosenTokens:
             )
         check_no_gradient(q, k, v, options)
         q, k, v = autocasted(q, k, v)
+        if self._prompt is not None and k.shape[2] == self._prompt.length:
+            self._prompt = None  # all of it comes at once
+        if self._prompt is not None:
+            return self._attend_prompt(self._prompt, q, k, v, options, backend)
         if q.shape[2] and self._is_short(q.shape[2]):
             scores, open_tokens = self._taken_scores(k.shape[2]), self._open
             out = self.kept.attend(q, k, v, options, backend)
@@ -222,7 +297,7 @@ class ChosenTokens:
 
     def try_step(self, q: Any, k: Any, v: Any, scale: object, order: Tensor | None) -> Tensor | None:
         """As ``Contents.try_step``."""
-        if self._is_due or self._new is None:
+        if self._is_due or self._new is None or self._prompt is not None:
             return None
         open_tokens = self._open
         out = self.kept.try_step(q, k, v, scale, order)
@@ -249,9 +324,7 @@ class ChosenTokens:
 
     def set_mark(self) -> None:
         """Marks the point to which ``undo`` returns, after it has decided on what is due."""
-        if self._is_due:
-            self._mark = None
-            self._decide()
+        self.decide()
         self.kept.set_mark()
         self._mark = _Return(self.kept, self.decided, None)
 
@@ -292,7 +365,7 @@ class ChosenTokens:
     def reset(self) -> None:
         """Forgets all tokens; memory stays."""
         self.kept.reset()
-        self.decided, self._new, self._mark = 0, None, None
+        self.decided, self._new, self._mark, self._prompt = 0, None, None, None
 
     def selection(self, indices: Tensor) -> Callable[[], None]:
         """What makes row b row ``indices[b]``, once it is called, and cannot fail."""

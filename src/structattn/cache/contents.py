@@ -270,6 +270,24 @@ class Contents:
         quantized = sum(store.nbytes for store in self.value_groups if store is not None)
         return quantized + sum(store.nbytes for store in (*self.values, *self.sink_values))
 
+    def most_nbytes(self, length: int) -> int:
+        """Bytes that are allocated at most while a sequence grows to ``length`` tokens, in whatever calls, of
+        layouts whose blocks are known in advance. Nothing is allocated.
+        """
+        like = torch.empty(0, dtype=self.shape.dtype, device=self.shape.device)
+        heads = self._of_each(self.shape.keys[0], self.shape.values[0])
+        total = sum(
+            store.nbytes_of(level.most_slots(length), (self.shape.batch, count), like)
+            for (store, level), count in zip(self.stores(), heads, strict=True)
+        )
+        for stores, (count, _) in ((self.key_groups, self.shape.keys), (self.value_groups, self.shape.values)):
+            for store in stores:
+                if store is not None:
+                    assert self.storage is not None
+                    slots = self.storage.first_exact(length) // store.format.group_size  # as the next token reads
+                    total += store.nbytes_of(slots, (self.shape.batch, count), self.shape.dtype)
+        return total
+
     # Rows: one for all where they are at the same positions with the same blocks, else one per row of the
     # batch.
 

@@ -15,7 +15,7 @@ from structattn.cache.contents import Contents, TokenShape
 from structattn.cache.head_groups import head_groups
 from structattn.cache.levels import Level
 from structattn.cache.parts import restore_parts, state_of_parts
-from structattn.cache.storage import LayerStorage, LevelStore
+from structattn.cache.storage import LayerStorage, LevelStore, chooses_tokens
 from structattn.errors import ShapeError
 from structattn.layout.heads import AnyLayout, HeadGroup, HeadLayouts
 from structattn.ops import Backend
@@ -23,6 +23,15 @@ from structattn.ops.by_heads import joined, query_heads, select_heads, terms_of
 from structattn.ops.terms import ScoreTerms
 
 OneContents = Contents | ChosenTokens | ChosenRows
+
+
+def contents_of(
+    shape: TokenShape, *, layout: AnyLayout | None, storage: LayerStorage, **options: Any
+) -> Contents | HeadContents:
+    """The empty contents of a layer; arguments and errors as of ``HeadContents``."""
+    if isinstance(layout, HeadLayouts) or isinstance(storage, tuple) or chooses_tokens(storage):
+        return HeadContents(shape, layout=layout, storage=storage, **options)
+    return Contents(shape, layout=layout, storage=storage, **options)
 
 
 class HeadContents:
@@ -132,6 +141,29 @@ class HeadContents:
         for group, contents in self.parts:
             if isinstance(contents, ChosenTokens | ChosenRows):
                 contents.set_scores(select_heads(scores, group.heads))
+
+    def expect(self, count: int) -> None:
+        """Says that the first tokens are one prompt: see ``ChosenTokens.expect``."""
+        for contents in self._each:
+            if isinstance(contents, ChosenTokens):
+                contents.expect(count)
+
+    def decide(self) -> None:
+        """Lets heads that keep only some tokens decide on those that are no longer recent."""
+        for contents in self._each:
+            if isinstance(contents, ChosenTokens):
+                contents.decide()
+
+    def most_nbytes(self, length: int, *, prompt: int = 0) -> int:
+        """As of ``Contents``, of heads without padding; ``prompt`` as of ``ChosenTokens.most_nbytes``."""
+        total = 0
+        for contents in self._each:
+            assert not isinstance(contents, ChosenRows)
+            if isinstance(contents, ChosenTokens):
+                total += contents.most_nbytes(length, prompt=prompt)
+            else:
+                total += contents.most_nbytes(length)
+        return total
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """Adds tokens."""

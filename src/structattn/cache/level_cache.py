@@ -16,15 +16,15 @@ from torch import Tensor
 
 from structattn.cache import files
 from structattn.cache.contents import Contents, OtherLatentError, TokenShape
-from structattn.cache.head_contents import HeadContents
+from structattn.cache.head_contents import HeadContents, contents_of
 from structattn.cache.latent import Latent, alike
 from structattn.cache.numbers import Count, new_number
 from structattn.cache.rows import OneLayerCache
-from structattn.cache.storage import PAGE_SIZE, LayerStorage, Storage, checked_storage, chooses_tokens
+from structattn.cache.storage import PAGE_SIZE, LayerStorage, Storage, checked_storage
 from structattn.cache.tokens import check_layout_of_call, check_options, checked_padding, checked_shape
 from structattn.checks import check_tensor, check_type, describe, is_int
 from structattn.errors import CacheError, CheckpointError, ConfigError, ShapeError
-from structattn.layout.heads import AnyLayout, HeadLayouts
+from structattn.layout.heads import AnyLayout
 from structattn.layout.levels import LevelLayout
 from structattn.layout.text import TextLayout
 from structattn.ops import Backend
@@ -513,10 +513,7 @@ class LevelCache(OneLayerCache):
 
     def _empty(self, shape: TokenShape) -> Contents | HeadContents:
         options = {name: getattr(self, name) for name in _OPTIONS}
-        has_heads = isinstance(self.layout, HeadLayouts) or isinstance(self.storage, tuple)
-        has_heads = has_heads or chooses_tokens(self.storage)
-        kind = HeadContents if has_heads else Contents
-        return kind(shape, padding=self._padding, **options)
+        return contents_of(shape, padding=self._padding, **options)
 
     def reset(self) -> None:
         """Forgets all tokens; memory, shape and padding stay."""

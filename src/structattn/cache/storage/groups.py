@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -56,6 +57,14 @@ class GroupStore:
     def nbytes(self) -> int:
         """Bytes that are allocated."""
         return sum(x.numel() * x.element_size() for page in self.pages for x in page)
+
+    def nbytes_of(self, slots: int, heads: tuple[int, int], dtype: torch.dtype) -> int:
+        """Bytes that are allocated once there are ``slots``, for (rows, heads) of a model of a dtype."""
+        capacity = -(-slots // self.page_size) * self.page_size
+        if self.longest is not None:
+            capacity = min(capacity, self.longest)
+        of_slot = sum(math.prod(shape) * kind.itemsize for shape, kind in self.format.tensors(dtype))
+        return math.prod(heads) * capacity * of_slot
 
     def slot(self, group: int, start: int) -> int:
         """The slot of a group, of a block that starts at position ``start``."""

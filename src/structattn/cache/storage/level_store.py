@@ -102,6 +102,17 @@ class LevelStore:
         """Bytes that are allocated."""
         return sum(page.nbytes for page in self._pages)
 
+    def nbytes_of(self, slots: int, heads: tuple[int, int], like: Tensor) -> int:
+        """Bytes that are allocated once there are ``slots``, for (rows, heads) and numbers ``like`` these."""
+        if not slots:
+            return 0
+        step = _ALIGNMENT if like.is_cuda else 1
+        first, size = (-(-count // step) * step for count in (self.reserve or self.page_size, self.page_size))
+        capacity = first + max(0, -(-(slots - first) // size)) * size
+        if self.longest is not None:
+            capacity = min(capacity, -(-self.longest // step) * step)
+        return self.page_type.nbytes_of((*heads, self.dim, capacity), like.dtype)
+
     def grow(self, slots: int, like: Tensor) -> None:
         """Allocates pages until there are ``slots`` of them, for the rows, heads, dtype and device of
         ``like`` (B, heads, ...).

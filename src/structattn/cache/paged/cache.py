@@ -53,6 +53,16 @@ class PackedCache(ABC):
             (1, H, T, V).
         """
 
+    def chooses_tokens(self, layer: int) -> bool:
+        """Whether a layer needs ``set_scores`` before ``attend``: key heads keep only some of the far
+        tokens.
+        """
+        return False
+
+    def set_scores(self, layer: int, scores: Tensor) -> None:
+        """Takes the scores of the new tokens of a layer that chooses tokens, (1, G, T)."""
+        raise AssertionError(f"layer {layer} chooses no tokens")
+
 
 class ShapeProbe(PackedCache):
     """Finds out what a ``PagedCache`` of a model must keep: call the model with one token and this.
@@ -78,9 +88,70 @@ class ShapeProbe(PackedCache):
         window: int | None,
     ) -> Tensor:
         """See ``PackedCache``: of the one token, over itself."""
-        self.layers[layer] = _shape_of(layout, window, k, v)
+        self.layers[layer] = shape_of_call(layout, window, k, v)
         self.places |= {(x.dtype, x.device) for x in (k, v)}
         return over_dense(q, k, v, options, layout=layout, window=window)
+
+
+class SteppedCache(PackedCache):
+    """The keys and values of the attention layers of a model, for many requests that come and go.
+
+    ``step`` says which tokens the next call of the model has, and within it every layer calls ``attend``
+    once.
+
+    Args:
+        layers: what each layer keeps.
+    """
+
+    def __init__(self, layers: Sequence[PagedLayerShape]) -> None:
+        self.layers = tuple(layers)
+        self._length: int | None = None  # tokens of the step
+        self._done: set[int] = set()
+
+    @abstractmethod
+    def _begin(self, requests: Sequence[Tokens]) -> None:
+        """Gets ready for these tokens; raises ``CacheError`` where a request has no memory for them."""
+
+    @abstractmethod
+    def _end(self, requests: Sequence[Tokens]) -> None:
+        """Gives memory back that these tokens need no longer, after all layers have had them."""
+
+    @contextmanager
+    def step(self, requests: Sequence[Tokens]) -> Iterator[None]:
+        """A context for one call of the model with these tokens. After it later requests may begin with them,
+        where they have a text, and what is needed no longer is free.
+
+        Raises:
+            CacheError: a request has no memory for its tokens; or a layer was left out, whose tokens would be
+                missing later.
+        """
+        self._begin(requests)
+        self._length, self._done = sum(one.count for one in requests), set()
+        try:
+            yield
+            if len(self._done) != len(self.layers):
+                missed = sorted(set(range(len(self.layers))) - self._done)
+                raise CacheError(
+                    f"the model left out the attention layers {missed} of {len(self.layers)}, and a paged cache keeps "
+                    "them all"
+                )
+        finally:
+            self._length = None
+        self._end(requests)
+
+    def _check(self, layer: int, found: PagedLayerShape, shape: Sequence[int]) -> None:
+        """Raises ``CacheError`` unless a layer may be given its tokens, of which q has this shape, now."""
+        if self._length is None:
+            raise CacheError(
+                "a paged cache must be told which requests the tokens are of: call the model within step()"
+            )
+        if layer in self._done or not 0 <= layer < len(self.layers):
+            raise CacheError(f"attention layer {layer} was called twice, or is not one of {len(self.layers)}")
+        if found != self.layers[layer]:
+            raise CacheError(f"attention layer {layer} keeps {found}, and this cache was made for {self.layers[layer]}")
+        if (shape[0], shape[2]) != (1, self._length):
+            raise CacheError(f"the step has {self._length} tokens in one row, and the model {tuple(shape)}")
+        self._done.add(layer)
 
 
 class _Heads:
@@ -166,11 +237,10 @@ class _Heads:
         return decode.attention(query, kept, options)[:, :, 0].transpose(0, 1)[None]
 
 
-class PagedCache(PackedCache):
-    """Keys and values of the attention layers of a model, for many requests that come and go.
+class PagedCache(SteppedCache):
+    """A ``SteppedCache`` in pages.
 
-    The pool gives pages (``pages.reserve``); ``step`` says which tokens the next call of the model has, and
-    within it every layer calls ``attend`` once. As in ``LevelCache``, a level keeps the block that a request
+    The pool gives pages (``pages.reserve``). As in ``LevelCache``, a level keeps the block that a request
     is in. With a ``storage`` of the layers, far tokens are kept in fewer bits, the same ones as in a
     ``LevelCache``, and a query reads the same numbers.
 
@@ -186,39 +256,24 @@ class PagedCache(PackedCache):
     """
 
     def __init__(self, layers: Sequence[PagedLayerShape], pages: PagePool) -> None:
-        self.layers, self.pages = tuple(layers), pages
+        super().__init__(layers)
+        self.pages = pages
         self._parts = [self._heads(index) for index in range(len(self.layers))]
         self._batch: Batch | None = None
-        self._done: set[int] = set()
 
     def _heads(self, index: int) -> list[_Heads]:
         """The heads of each layout of a layer, with their parts of its pages."""
         parts = iter(self.pages.levels(index))
         return [_Heads(shape, parts, self.pages.memory.dtype) for shape in self.layers[index].by_heads]
 
-    @contextmanager
-    def step(self, requests: Sequence[Tokens]) -> Iterator[None]:
-        """A context for one call of the model with these tokens. After it later requests may begin with them,
-        where they have a text, and the pages of blocks that have ended are free.
-
-        Raises:
-            CacheError: a request has no pages for its tokens; or a layer was left out, whose tokens would be
-                missing later.
-        """
+    def _begin(self, requests: Sequence[Tokens]) -> None:
         for one in requests:
             if one.text is not None:
                 self.pages.extend(one.request, one.past, one.count)
-        self._batch, self._done = Batch(self.pages, requests), set()
-        try:
-            yield
-            if len(self._done) != len(self.layers):
-                missed = sorted(set(range(len(self.layers))) - self._done)
-                raise CacheError(
-                    f"the model left out the attention layers {missed} of {len(self.layers)}, and a paged cache keeps "
-                    "them all"
-                )
-        finally:
-            self._batch = None
+        self._batch = Batch(self.pages, requests)
+
+    def _end(self, requests: Sequence[Tokens]) -> None:
+        self._batch = None
         for one in requests:
             if one.text is not None:
                 self.pages.note(one.request, one.text)
@@ -242,7 +297,7 @@ class PagedCache(PackedCache):
                 this cache was made for.
             ConfigError: a gradient is asked for, and far tokens are quantized.
         """
-        found = _shape_of(layout, window, k, v)
+        found = shape_of_call(layout, window, k, v)
         self._check(layer, found, q.shape)
         if any(part.storage is not None for part in self._parts[layer]):
             check_no_gradient(q, k, v, options)
@@ -257,21 +312,7 @@ class PagedCache(PackedCache):
             outs.append(part.attend(batch, *of_heads, terms_of(options, queries)))
         return joined(outs, shape, per_key_head)
 
-    def _check(self, layer: int, found: PagedLayerShape, shape: Sequence[int]) -> None:
-        """Raises ``CacheError`` unless a layer may be given its tokens now."""
-        if self._batch is None:
-            raise CacheError(
-                "a paged cache must be told which requests the tokens are of: call the model within step()"
-            )
-        if layer in self._done or not 0 <= layer < len(self.layers):
-            raise CacheError(f"attention layer {layer} was called twice, or is not one of {len(self.layers)}")
-        if found != self.layers[layer]:
-            raise CacheError(f"attention layer {layer} keeps {found}, and this cache was made for {self.layers[layer]}")
-        if (shape[0], shape[2]) != (1, self._batch.length):
-            raise CacheError(f"the step has {self._batch.length} tokens in one row, and the model {tuple(shape)}")
-        self._done.add(layer)
 
-
-def _shape_of(layout: AnyLayout | None, window: int | None, k: Tensor, v: Tensor) -> PagedLayerShape:
+def shape_of_call(layout: AnyLayout | None, window: int | None, k: Tensor, v: Tensor) -> PagedLayerShape:
     """That of a layer with these keys and values."""
     return PagedLayerShape(layout, window, (k.shape[1], k.shape[3]), (v.shape[1], v.shape[3]))

@@ -260,12 +260,12 @@ class PagedLayerShape:
             if isinstance(self.layout, HeadLayouts):
                 self.layout.check_heads(heads)
             storage_of_heads(self.storage, heads)
-        if chooses_tokens(self.storage):
-            raise ConfigError(
-                "a paged cache keeps all far tokens, and this storage chooses some (keep=): use generate() with "
-                "level_cache(model), or give a storage without keep"
-            )
         assert self.by_heads  # raises where a layout has segments
+
+    @property
+    def chooses_tokens(self) -> bool:
+        """Whether key heads keep only some of the far tokens, which do not lie in pages."""
+        return chooses_tokens(self.storage)
 
     @cached_property
     def _groups(self) -> list[tuple[HeadGroup, Storage | None]]:

@@ -124,6 +124,7 @@ class PagePool:
         length: int | None = None,
     ) -> None:
         check_size("most_slots", most_slots)
+        assert not any(layer.chooses_tokens for layer in layers)  # these have no slots: see ``RequestPool``
         self.groups: tuple[Group, ...] = groups_of(layers, dtype)
         longest = max(group.lifetime.block or group.lifetime.window or 1 for group in self.groups)
         numbers = page_numbers(self.groups, most_slots, length or 2 * longest)
@@ -171,6 +172,10 @@ class PagePool:
     def num_used(self) -> int:
         """Pages that requests have; one that several share counts once."""
         return self.num_pages - self.num_available
+
+    def held(self, request: str) -> int:
+        """Pages that a request has, those that it shares too."""
+        return sum(map(len, self.tables.get(request, ())))
 
     def levels(self, layer: int) -> list[LevelPages]:
         """The parts of the levels of a layer, keys first: see ``Group``."""

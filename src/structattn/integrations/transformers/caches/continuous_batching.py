@@ -17,7 +17,15 @@ import torch
 import transformers
 from transformers import ContinuousBatchingConfig, PreTrainedModel
 
-from structattn.cache.paged import PagedCache, PagedLayerShape, PagePool, ShapeProbe, Tokens
+from structattn.cache.paged import (
+    PagedCache,
+    PagedLayerShape,
+    PagePool,
+    RequestCaches,
+    RequestPool,
+    ShapeProbe,
+    Tokens,
+)
 from structattn.cache.storage import storage_of_layers
 from structattn.errors import CacheError, ConfigError, MissingDependencyError
 from structattn.integrations.transformers.caches.model_cache import storage_of
@@ -52,7 +60,7 @@ class _Allocator:
     supports_block_table = False
     read_trash_index = write_trash_index = 0  # keys are not read and written by index
 
-    def __init__(self, pool: PagePool) -> None:
+    def __init__(self, pool: PagePool | RequestPool) -> None:
         self._pool = pool
         self.block_table: dict[str, list[int]] = {}  # what would be copied to the CPU
 
@@ -72,10 +80,11 @@ class _Sectors:
         pass
 
 
-class ServedCache(PagedCache):
-    """A ``PagedCache`` with what transformers' scheduler and batch processor call.
+class _Scheduled:
+    """What transformers' scheduler and batch processor call, of a cache with a pool.
 
     Attributes:
+        pages: the pool.
         max_batch_tokens: of one call of the model.
         num_blocks: pages of the pool.
         use_prefix_sharing: whether a request begins with what an earlier one has computed.
@@ -85,18 +94,18 @@ class ServedCache(PagedCache):
     # Keys are not read by index: no request takes anything of the budget for it.
     read_cache_limit = 0
     max_tokens_read = 1
+    pages: PagePool | RequestPool
+    use_prefix_sharing = False
 
-    def __init__(
-        self, layers: list[PagedLayerShape], pages: PagePool, *, max_batch_tokens: int, allow_block_sharing: bool
-    ) -> None:
-        super().__init__(layers, pages)
-        self.allow_block_sharing = self.use_prefix_sharing = allow_block_sharing
+    def serve(self, device: torch.device, *, max_batch_tokens: int, allow_block_sharing: bool) -> None:
+        """Sets what a scheduler reads, on the device of the model."""
+        self.allow_block_sharing = allow_block_sharing
         self.pool = _Sectors()
         self.max_batch_tokens = max_batch_tokens
-        self.num_blocks = pages.num_pages
-        self.bytes_per_sector = pages.page_nbytes
-        self.device = pages.memory.device
-        self.cache_allocators = {_GROUP: _Allocator(pages)}
+        self.num_blocks = self.pages.num_pages
+        self.bytes_per_sector = self.pages.page_nbytes
+        self.device = device
+        self.cache_allocators = {_GROUP: _Allocator(self.pages)}
 
     def can_store_request_tokens(self, state: RequestState, request_len: int, dry_run: bool = False) -> bool:
         past, count = state.current_len(), request_len
@@ -131,7 +140,7 @@ class ServedCache(PagedCache):
         """Nothing: the processor says in ``step`` which requests there are."""
 
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
-        return self.pages.begin(request_id, prompt_ids) if self.use_prefix_sharing else 0
+        return 0
 
     def count_new_complete_blocks(self, state: RequestState, request_len: int) -> dict[str, int]:
         return {}  # ``step`` notes them
@@ -141,10 +150,7 @@ class ServedCache(PagedCache):
 
     def new_tokens(self, state: RequestState, count: int) -> Tokens:
         """The last ``count`` tokens that a request has processed."""
-        end = state.current_len()
-        is_noted = self.use_prefix_sharing and len(self.pages.prefixes.lengths(end - count, end)) > 0
-        text = (state.initial_tokens + state.generated_tokens)[:end] if is_noted else None
-        return Tokens(state.request_id, end - count, count, text)
+        return Tokens(state.request_id, state.current_len() - count, count)
 
     def evict_cached_blocks(self) -> bool:
         return False  # they count as free, and who needs one takes it
@@ -159,6 +165,42 @@ class ServedCache(PagedCache):
 
     def perform_cache_copy(self, copies: object) -> None:
         """Nothing: ``prepare_fork_request`` has copied."""
+
+
+class ServedCache(_Scheduled, PagedCache):
+    """A ``PagedCache`` for transformers' scheduler; arguments as there, and of ``_Scheduled.serve``."""
+
+    pages: PagePool
+
+    def __init__(self, layers: list[PagedLayerShape], pages: PagePool, **options: Any) -> None:
+        super().__init__(layers, pages)
+        self.serve(pages.memory.device, **options)
+        self.use_prefix_sharing = self.allow_block_sharing
+
+    def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
+        return self.pages.begin(request_id, prompt_ids) if self.use_prefix_sharing else 0
+
+    def new_tokens(self, state: RequestState, count: int) -> Tokens:
+        """See ``_Scheduled``."""
+        tokens, end = super().new_tokens(state, count), state.current_len()
+        if not self.use_prefix_sharing or not len(self.pages.prefixes.lengths(end - count, end)):
+            return tokens
+        return replace(tokens, text=(state.initial_tokens + state.generated_tokens)[:end])
+
+
+class ServedRequests(_Scheduled, RequestCaches):
+    """``RequestCaches`` for transformers' scheduler: of models that choose tokens; as ``ServedCache``."""
+
+    pages: RequestPool
+
+    def __init__(self, layers: list[PagedLayerShape], pages: RequestPool, device: torch.device, **options: Any) -> None:
+        super().__init__(layers, pages)
+        self.serve(device, **options)
+
+    def can_store_request_tokens(self, state: RequestState, request_len: int, dry_run: bool = False) -> bool:
+        # What a request that is computed again had generated, it computes as it did then.
+        self.pages.expect(state.request_id, state._true_initial_tokens or len(state.initial_tokens))
+        return super().can_store_request_tokens(state, request_len, dry_run)
 
 
 def _children(state: RequestState) -> list[RequestState]:
@@ -200,8 +242,8 @@ class _Lenient:
             # ended by then.
             state = next(iter((self.active_requests or self.waiting_requests).values()))
             count = min(len(state.remaining_prefill_tokens) or 1, token_budget)
-            table = self.cache.pages.tables.get(state.request_id, ())
-            needed = sum(map(len, table)) + self.cache.pages.missing(state.request_id, state.position_offset, count)
+            pages = self.cache.pages
+            needed = pages.held(state.request_id) + pages.missing(state.request_id, state.position_offset, count)
             self.refuse(state, state.position_offset + count, needed)
             self.finish_request(state.request_id)
             if self.waiting_requests.pop(state.request_id, None) is not None:
@@ -292,12 +334,7 @@ class LevelBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
             self.batch_processor.reset()
             return self.batch_processor
         options = self.continuous_batching_config
-        cache = ServedCache(
-            self._layers,
-            self._pages(),
-            max_batch_tokens=options.max_batch_tokens or _MAX_BATCH_TOKENS,
-            allow_block_sharing=options.allow_block_sharing,
-        )
+        cache = self._cache()
         self._use_prefix_sharing = cache.use_prefix_sharing
         update_cb_config_after_cache_creation(options, cache.num_blocks, cache.max_batch_tokens)
         if options.scheduler_type not in SCHEDULER_MAPPING:
@@ -326,8 +363,8 @@ class LevelBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
             distributed_helper=self.distributed_helper,
         )
 
-    def _pages(self) -> PagePool:
-        """A pool of as many bytes as transformers' cache has with the same options."""
+    def _cache(self) -> ServedCache | ServedRequests:
+        """A cache with as many bytes as that of transformers has with the same options."""
         options, device = self.continuous_batching_config, self.model.device
         if options.num_blocks is None:
             free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
@@ -339,15 +376,17 @@ class LevelBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
         else:
             numbers = sum(heads * dim for layer in self._layers for heads, dim in (layer.keys, layer.values))
             nbytes = options.num_blocks * options.page_size * numbers * self._dtype.itemsize
+        of_pool: dict[str, Any] = {"nbytes": nbytes, "dtype": self._dtype, "device": device}
+        served: dict[str, Any] = {
+            "max_batch_tokens": options.max_batch_tokens or _MAX_BATCH_TOKENS,
+            "allow_block_sharing": options.allow_block_sharing,
+        }
+        if any(layer.chooses_tokens for layer in self._layers):
+            requests = RequestPool(self._layers, page_size=options.page_size, **of_pool)
+            return ServedRequests(self._layers, requests, device, **served)
         length = getattr(self.model.config, "max_position_embeddings", None)
-        return PagePool(
-            self._layers,
-            nbytes=nbytes,
-            dtype=self._dtype,
-            device=device,
-            most_slots=options.page_size,
-            length=length,
-        )
+        pages = PagePool(self._layers, most_slots=options.page_size, length=length, **of_pool)
+        return ServedCache(self._layers, pages, **served)
 
 
 @torch.no_grad()

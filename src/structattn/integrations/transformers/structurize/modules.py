@@ -172,6 +172,9 @@ class StructuredAttention(NumberedLayer):
             layer = level_cache_layer(of_decoder(cache), self.layer_idx, self.config)
             if layer.chooses_tokens:
                 layer.token_scores = self._token_scores(_states(args, kwargs))
+        packed = given_packed_cache() if self.structure.has_keys else None
+        if packed is not None and packed.chooses_tokens(self.layer_idx):
+            packed.set_scores(self.layer_idx, self._token_scores(_states(args, kwargs)))
         if not caches and (self.training or self.is_as_cached):
             storage = storage_of_layer(self.config, self.layer_idx)
         if not chooses_tokens(storage):
@@ -196,7 +199,9 @@ class StructuredAttention(NumberedLayer):
                 "with methods=('heads', 'bits')"
             )
         scores: Tensor = scorer(states)
-        return scores.detach().transpose(1, 2)
+        # Equal tokens of the first layer have equal scores, of which the first ones stay. In more bits the
+        # roundings of the calls would choose: of a prompt, of single tokens, or of those of several requests.
+        return scores.detach().bfloat16().transpose(1, 2)
 
     def set_token_scorer(self, num_heads: int, hidden_size: int) -> None:
         """Gives the layer a linear map from hidden states to a score of each key head, for caches that choose

@@ -16,16 +16,32 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from structattn import serve
+from structattn import Storage, serve
 from structattn.errors import MissingDependencyError
 from structattn.extras import install_command
-from structattn.integrations.transformers import structurize
+from structattn.integrations.transformers import Allocation, structurize
+from structattn.spec import parse_spec
 
 VOCAB = 50
 NEEDS = [name for name in serve._LIBRARIES if find_spec(name) is None]
 
 
-def save(path):
+def chosen():
+    """What a cache keeps that chooses tokens."""
+    some = Storage(16, 16, group_size=4, residual=4, keep=4, block=16, recent=12)
+    scorers = [torch.randn(2, 33), torch.randn(2, 33)]
+    return Allocation(
+        [parse_spec("standard")] * 2,
+        storage=[some, [some, None]],
+        nbytes=1,
+        plain_nbytes=2,
+        context_length=64,
+        expected_loss=0.1,
+        scorers=scorers,
+    )
+
+
+def save(path, structure):
     """A tiny model whose words are its tokens, w0 to w49: equal texts are equal tokens."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -39,7 +55,7 @@ def save(path):
         initializer_range=0.2,  # so that the largest logit is largest by far
         eos_token_id=None,
     )
-    model = structurize(transformers.LlamaForCausalLM(config).eval(), "mlr:4|2|2")
+    model = structurize(transformers.LlamaForCausalLM(config).eval(), structure)
     model.save_pretrained(path)
     words = Tokenizer(models.WordLevel({f"w{token}": token for token in range(VOCAB)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -67,22 +83,20 @@ def test_what_is_missing_is_named(monkeypatch) -> None:
         serve.server()
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("structure", [pytest.param("mlr:4|2|2", id="levels"), pytest.param(chosen(), id="chosen")])
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param([], id="one by one", marks=pytest.mark.full),
-        pytest.param(
-            ["--continuous-batching", "--cb-num-blocks=20", "--cb-max-batch-tokens=64"],
-            id="together",
-            marks=pytest.mark.full,
-        ),
+        pytest.param([], id="one by one"),
+        pytest.param(["--continuous-batching", "--cb-num-blocks=20", "--cb-max-batch-tokens=64"], id="together"),
     ],
 )
 @pytest.mark.skipif(bool(NEEDS), reason=f"transformers' server needs {', '.join(NEEDS)}: {install_command('serve')}")
-def test_an_openai_client_gets_the_tokens_of_generate(tmp_path, options) -> None:
+def test_an_openai_client_gets_the_tokens_of_generate(tmp_path, options, structure) -> None:
     import openai
 
-    model = save(tmp_path / "model")
+    model = save(tmp_path / "model", structure)
     prompts = [torch.randint(VOCAB, (length,)).tolist() for length in (3, 17, 40)]
     expected = [
         text(model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=24)[0, len(prompt) :].tolist())

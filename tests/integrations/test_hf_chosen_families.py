@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import transformers
 from test_hf_families import FAMILIES, RARE, VOCAB, _page, known
 
 from structattn.errors import ConfigError
@@ -22,6 +23,15 @@ WINDOWS = {
     "starcoder2",
 }  # all of 12 tokens
 BIASED = {"bloom", "inkling_text", "mpt"}
+COUNT_FROM_PADDING = {
+    "camembert",
+    "data2vec-text",
+    "roberta",
+    "roberta-prelayernorm",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xmod",
+}  # their first token is not at position 0
 QUICK = {"bloom", "gemma3n_text", "gpt2"}
 
 
@@ -35,6 +45,24 @@ def longer(family):
 
 def marks(family):
     return known(family) if family in QUICK else [*known(family), pytest.mark.full]
+
+
+def check_batched(family, model, texts, wanted) -> None:
+    """Continuous batching, which computes the prompts in chunks, has the same tokens, or is refused as for
+    other structures.
+    """
+    if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 20):
+        return
+    given = [texts[row, :length].tolist() for row, length in enumerate(LENGTHS)]
+    options = transformers.ContinuousBatchingConfig(num_blocks=60, page_size=16, max_batch_tokens=128)
+    generation = transformers.GenerationConfig(do_sample=False, max_new_tokens=NEW, eos_token_id=-1)
+    kinds = set(getattr(model.config, "layer_types", None) or ())
+    if family in COUNT_FROM_PADDING or kinds - {"full_attention", "sliding_attention"}:
+        with pytest.raises(ConfigError, match=r"is not at position 0|cannot generate with continuous batching"):
+            model.generate_batch(given, generation, continuous_batching_config=options)
+        return
+    outs = model.generate_batch(given, generation, continuous_batching_config=options).values()
+    assert [out.generated_tokens for out in outs] == wanted
 
 
 @pytest.mark.parametrize("family", [pytest.param(family, marks=marks(family)) for family in [*FAMILIES, *RARE]])
@@ -63,5 +91,6 @@ def test_each_row_has_the_tokens_that_it_has_alone(family, monkeypatch, tmp_path
     for row, length in enumerate(LENGTHS):
         alone = changed.generate(texts[row : row + 1, :length], **options)
         assert torch.equal(out[row, LONGEST:], alone[0, length:])
+    check_batched(family, changed, texts, out[:, LONGEST:].tolist())
     changed.save_pretrained(tmp_path)
     assert torch.equal(load_structurized(tmp_path).generate(ids, attention_mask=mask, **options), out)

@@ -63,6 +63,12 @@ class PackedCache(ABC):
         """Takes the scores of the new tokens of a layer that chooses tokens, (1, G, T)."""
         raise AssertionError(f"layer {layer} chooses no tokens")
 
+    def share_scores(self, layer: int, source: int) -> None:
+        """In place of ``set_scores``, after that of ``source``: a layer with the keys of another one chooses
+        the same tokens.
+        """
+        raise AssertionError(f"layer {layer} chooses no tokens")
+
 
 class ShapeProbe(PackedCache):
     """Finds out what a ``PagedCache`` of a model must keep: call the model with one token and this.

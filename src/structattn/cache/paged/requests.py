@@ -242,6 +242,10 @@ class RequestCaches(SteppedCache):
         """See ``PackedCache``."""
         self._scores[layer] = scores
 
+    def share_scores(self, layer: int, source: int) -> None:
+        """See ``PackedCache``."""
+        self._scores[layer] = self._scores[source]
+
     def _begin(self, requests: Sequence[Tokens]) -> None:
         for one in requests:
             if one.request not in self.pages.tables or self.pages.missing(one.request, one.past, one.count):
@@ -251,6 +255,7 @@ class RequestCaches(SteppedCache):
         self._requests, self._scores = tuple(requests), {}
 
     def _end(self, requests: Sequence[Tokens]) -> None:
+        self._scores = {}
         for one in requests:
             self.pages.trim(one.request, one.past + one.count)
 
@@ -274,7 +279,7 @@ class RequestCaches(SteppedCache):
                 gradients, which its cache does not know.
         """
         self._check(layer, shape_of_call(layout, window, k, v), q.shape)
-        scores, outs, first = self._scores.pop(layer, None), [], 0
+        scores, outs, first = self._scores.get(layer), [], 0
         for one in self._requests:
             contents, tokens = self.pages.tables[one.request][layer], slice(first, first + one.count)
             if contents.length != one.past:

@@ -149,7 +149,7 @@ class StructureRecord:
         pairs = None if rotation is None else Rotation.parse(rotation)
         orders = self.pair_orders[layer]
         split = None if self.rotary_split in (None, *CALIBRATED_SPLITS) else check_split(self.rotary_split)
-        return LayerStructure.of(variant, orders or split, pairs, has_keys=self.keys_of[layer] is None)
+        return LayerStructure.of(variant, orders or split, pairs, keys_of=self.keys_of[layer])
 
 
 def _one_per_layer(name: str, entries: Any, count: int, what: str) -> tuple[str | None, ...]:

@@ -64,12 +64,12 @@ class LayerStructure:
         order: the model's dimension at each position in the order of the levels; ``None`` where they are the
             same.
         head_orders: the same for each key head, where they differ; empty where they do not.
-        has_keys: the layer makes and caches keys; otherwise it scores those of another layer.
+        keys_of: number of the layer whose keys it scores; ``None`` where it makes and caches keys.
     """
 
     variant: Variant
     order: tuple[int, ...] | None
-    has_keys: bool = True
+    keys_of: int | None = None
     head_orders: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
@@ -79,7 +79,7 @@ class LayerStructure:
         split: RotarySplit | tuple[tuple[int, ...], ...] | None,
         rotation: Rotation | None,
         *,
-        has_keys: bool = True,
+        keys_of: int | None = None,
     ) -> LayerStructure:
         """That of a variant in a layer with these rotary pairs; ``split`` is a rule, or the order of the
         pairs of each key head, of single dimensions where nothing is rotated.
@@ -88,16 +88,21 @@ class LayerStructure:
             ConfigError: a rank is odd.
         """
         if isinstance(split, tuple) and rotation is None:
-            return cls(variant, None, has_keys, split)
+            return cls(variant, None, keys_of, split)
         if variant.layout is None or split is None or rotation is None:
-            return cls(variant, None, has_keys)
+            return cls(variant, None, keys_of)
         if isinstance(variant.layout, HeadLayouts):
-            return cls(variant, None, has_keys, _orders_of_heads(variant.layout, split, rotation))
+            return cls(variant, None, keys_of, _orders_of_heads(variant.layout, split, rotation))
         if isinstance(split, tuple):
             sizes = even_ranks(variant.layout.ranks)
             orders = (dimensions_of(_cut(pairs, sizes), rotation, 2 * sum(sizes)) for pairs in split)
-            return cls(variant, None, has_keys, tuple(orders))
-        return cls(variant, dimension_order(variant.layout.ranks, split, rotation), has_keys)
+            return cls(variant, None, keys_of, tuple(orders))
+        return cls(variant, dimension_order(variant.layout.ranks, split, rotation), keys_of)
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether the layer makes and caches keys."""
+        return self.keys_of is None
 
     @property
     def reorder(self) -> Reorder:
@@ -172,9 +177,12 @@ class StructuredAttention(NumberedLayer):
             layer = level_cache_layer(of_decoder(cache), self.layer_idx, self.config)
             if layer.chooses_tokens:
                 layer.token_scores = self._token_scores(_states(args, kwargs))
-        packed = given_packed_cache() if self.structure.has_keys else None
+        packed = given_packed_cache()
         if packed is not None and packed.chooses_tokens(self.layer_idx):
-            packed.set_scores(self.layer_idx, self._token_scores(_states(args, kwargs)))
+            if self.structure.keys_of is None:
+                packed.set_scores(self.layer_idx, self._token_scores(_states(args, kwargs)))
+            else:
+                packed.share_scores(self.layer_idx, self.structure.keys_of)
         if not caches and (self.training or self.is_as_cached):
             storage = storage_of_layer(self.config, self.layer_idx)
         if not chooses_tokens(storage):

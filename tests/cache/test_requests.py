@@ -11,13 +11,22 @@ from torch import Tensor
 import structattn as sa
 from structattn.cache.paged import PagedLayerShape, RequestCaches, RequestPool, Tokens
 from structattn.errors import CacheError, ConfigError
+from structattn.layout.global_window import GlobalWindowLayout
 from structattn.layout.heads import HeadLayouts
 from structattn.ops.terms import ScoreTerms
 from structattn.testing.tolerances import assert_close
 
 DIM, HEADS = 8, 2
 WINDOW = sa.LevelLayout.sliding((DIM,), (9,), "standard", sink_tokens=2)
-LEVELS = sa.LevelLayout((4, 4), (32, 8))
+LEVELS = sa.LevelLayout((4, 4), (32, 8), value_ranks=(2, 6), sink_tokens=3)
+LAYOUTS = [
+    None,
+    WINDOW,
+    LEVELS,
+    sa.LevelLayout((2, 4, 2), (64, 32, 4)),
+    sa.LevelLayout.sliding((4, 4), (None, 11)),
+    GlobalWindowLayout((4, 4), 7),
+]
 
 
 def random_storage(draw: random.Random) -> sa.Storage:
@@ -41,7 +50,9 @@ def random_layer(draw: random.Random) -> PagedLayerShape:
         return PagedLayerShape(None, None, *shape, (random_storage(draw), random_storage(draw)))
     if kind == 3:
         return PagedLayerShape(HeadLayouts([None, WINDOW]), None, *shape, (random_storage(draw), None))
-    return PagedLayerShape(draw.choice([None, WINDOW, LEVELS]), None, *shape, draw.choice([None, bits]))
+    layout = draw.choice(LAYOUTS)
+    window = None if isinstance(layout, GlobalWindowLayout) else draw.choice([None, 13])
+    return PagedLayerShape(layout, window, *shape, draw.choice([None, bits]))
 
 
 class Program:
@@ -56,7 +67,8 @@ class Program:
         place = {"dtype": self.dtype, "device": torch.device("cpu")}
         self.pool = RequestPool(self.layers, nbytes=nbytes, page_size=draw.choice([1, 8, 64]), **place)
         self.caches = RequestCaches(self.layers, self.pool)
-        self.scale = draw.choice([None, 0.3])
+        has_own_scale = any(isinstance(layer.layout, GlobalWindowLayout) for layer in self.layers)
+        self.scale = None if has_own_scale else draw.choice([None, 0.3])
         self.inputs: dict[str, list[list[Tensor]]] = {}
         self.expected: dict[str, list[Tensor]] = {}
         self.prompts: dict[str, int] = {}
@@ -69,7 +81,7 @@ class Program:
             x = [torch.randn(1, count, length, DIM, dtype=self.dtype) for count in heads]
             x.append(torch.randn(1, HEADS, length, dtype=self.dtype).round(decimals=1))  # some are equal
             self.inputs[name].append(x)
-            cache, outs = sa.LevelCache(layer.layout, storage=layer.storage), []
+            cache, outs = sa.LevelCache(layer.layout, window=layer.window, storage=layer.storage), []
             for at in (slice(0, prompt), *(slice(n, n + 1) for n in range(prompt, length))):
                 q, k, v, scores = (part[:, :, at] for part in x)
                 scores = {"token_scores": scores} if layer.chooses_tokens else {}
@@ -94,7 +106,7 @@ class Program:
                 if layer.chooses_tokens:
                     self.caches.set_scores(index, scores)
                 terms = ScoreTerms(scale=self.scale)
-                out = self.caches.attend(index, q, k, v, terms, layout=layer.layout, window=None)
+                out = self.caches.attend(index, q, k, v, terms, layout=layer.layout, window=layer.window)
                 assert_close(out, torch.cat([self.expected[name][index][:, :, tokens] for name, tokens in new], dim=2))
         self.check_bytes()
 
@@ -184,12 +196,12 @@ def test_reserving_is_all_or_nothing() -> None:
     pool = RequestPool([layer], nbytes=100 * token, page_size=8, **place)
     assert (pool.page_nbytes, pool.num_pages) == (token, 100)
     pool.expect("a", 80)
-    assert pool.reserve("a", 0, 40)  # a part of a prompt is kept whole until its end
-    assert pool.held("a") > 40
+    assert pool.reserve("a", 0, 50)  # a part of a prompt is kept whole until its end
+    assert pool.held("a") > 50
     whole = pool.missing("b", 0, 60)
     assert 0 < whole < 40
-    assert not pool.reserve("a", 40, 1000)
-    assert not pool.fork("a", "c", 40)
+    assert not pool.reserve("a", 50, 1000)
+    assert not pool.fork("a", "c", 50)
     assert set(pool.tables) == {"a"}
     assert pool.reserve("b", 0, 60)
     used = pool.num_used

@@ -20,6 +20,7 @@ if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 20
 from test_hf_continuous import VOCAB, batched, expected, greedy, llama, prompts, storm
 from transformers.generation.continuous_batching.requests import RequestState
 
+from structattn.integrations.transformers.caches import continuous_batching
 from structattn.integrations.transformers.caches.continuous_batching import ServedRequests
 
 SOME = sa.Storage(16, 16, group_size=4, residual=4, keep=4, block=16, recent=12)
@@ -166,6 +167,14 @@ def test_nothing_is_shared_and_more_requests_fit() -> None:
     assert not cache.use_prefix_sharing
     states = [RequestState(str(number), [0] * 4096) for number in range(100)]
     assert sum(cache.can_store_request_tokens(state, 4096) for state in states) > 20
+
+
+def test_the_size_of_the_pool_is_that_of_the_free_memory(monkeypatch) -> None:
+    monkeypatch.setattr(continuous_batching, "free_memory", lambda: 10**6)
+    model = chosen_model("all")
+    pages = model.init_continuous_batching(greedy(1))._create_batch_processor().cache.pages
+    assert 500_000 < pages.num_pages * pages.page_nbytes < 10**6
+    assert pages.nbytes == 0  # memory is taken when requests need it
 
 
 def run(seed) -> None:

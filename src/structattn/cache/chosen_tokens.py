@@ -81,7 +81,7 @@ class ChosenTokens:
         if options["max_length"] is not None:
             options["max_length"] = self._of_kept(options["max_length"]) + storage.recent + 2 * storage.block
         self._options = {**options, "layout": None, "padding": None, "max_length": None}
-        options["page_size"] = self._of_kept(options["page_size"])
+        options["page_size"] = self._of_kept(max(options["page_size"], storage.block))
         self.kept = Contents(shape, layout=None, padding=None, storage=replace(storage, keep=None), **options)
         self.decided = 0
         self._prompt: _Prompt | None = None

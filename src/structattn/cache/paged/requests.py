@@ -42,8 +42,8 @@ class RequestPool:
         layers: what each layer keeps.
         nbytes: of the pool; what is left of the last page is not used.
         dtype, device: of keys and values.
-        page_size: tokens for which a level takes memory at a time, at least the longest block that is decided
-            on at once.
+        page_size: tokens for which a level takes memory at a time; key heads that choose tokens take it for
+            whole blocks.
 
     Attributes:
         page_nbytes: what a token takes whose numbers are all kept as the model makes them.
@@ -65,9 +65,7 @@ class RequestPool:
         page_size: int,
     ) -> None:
         check_size("page_size", page_size)
-        storages = [shape.storage for layer in layers for shape in layer.by_heads]
-        blocks = [storage.block for storage in storages if storage is not None and storage.keep is not None]
-        self._layers, self._page_size = tuple(layers), max(page_size, *blocks, 1)
+        self._layers, self._page_size = tuple(layers), page_size
         self._dtype, self._device = dtype, device
         for layer in layers:
             check_options(layer.layout, None, layer.storage, window=layer.window)
@@ -119,10 +117,9 @@ class RequestPool:
     def _wanted(self, request: str, past: int, count: int) -> int:
         """Pages that a request has while ``count`` tokens follow ``past`` others."""
         prompt = self.prompts.get(request, 0)
-        if past < prompt and (past, count) != (0, prompt):
-            end = min(past + count, prompt)
-            return max(self._pages(past + count), self._pages_of_prompt(end, prompt))
-        return self._pages(past + count)
+        if past >= prompt or (past == 0 and count >= prompt):  # it is over, or comes in one call
+            return self._pages(past + count)
+        return max(self._pages(past + count), self._pages_of_prompt(min(past + count, prompt), prompt))
 
     @property
     def num_used(self) -> int:

@@ -24,6 +24,7 @@ from structattn.tensor_files import read_tensors, write_tensors
 
 transformers = pytest.importorskip("transformers")
 
+VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 LAYERS, GROUPS, LENGTH, LONG = 2, 2, 1024, 4096
 
 
@@ -297,6 +298,21 @@ def test_padded_prompts_have_the_tokens_that_each_has_alone(smaller, texts, beam
     for row, length in enumerate(lengths):
         alone = smaller.generate(texts[row : row + 1, :length], **options)
         assert torch.equal(found[row, longest:], alone[0, length:])
+
+
+@pytest.mark.skipif(VERSION < (5, 20), reason="continuous batching with levels needs transformers 5.20")
+@pytest.mark.parametrize("most_tokens", [256, 4096])
+def test_requests_together_have_the_tokens_that_each_has_alone(model, found, texts, most_tokens) -> None:
+    smaller = structurize(copy.deepcopy(model), allocate(found, compression=8, context_length=LONG))
+    given = [texts[row, :length].tolist() for row, length in enumerate((980, 700, 30))]
+    outs = smaller.generate_batch(
+        given,
+        transformers.GenerationConfig(do_sample=False, max_new_tokens=40, eos_token_id=-1),
+        continuous_batching_config=transformers.ContinuousBatchingConfig(num_blocks=10, max_batch_tokens=most_tokens),
+    )
+    for prompt, out in zip(given, outs.values(), strict=True):
+        alone = smaller.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False)
+        assert out.generated_tokens == alone[0, len(prompt) :].tolist()
 
 
 def test_speculative_decoding_takes_tokens_back(smaller, model, texts) -> None:

@@ -31,13 +31,12 @@ from structattn.integrations.transformers.evaluation.texts import windows_of
 from structattn.progress import counted
 
 STEPS, AT_ONCE = 256, 16  # tokens after the context, and tokens of a call
-TIMES = (4, 8, 16)
 
 
-def rows_of(model, calibration, length):
+def rows_of(model, calibration, length, all_times):
     """Models with smaller caches, by name, with the bytes that they keep, of a plain cache in 16 bits."""
     plain = 2 * length * sum(x.shape.num_kv_heads * (x.shape.head_dim + x.shape.value_dim) for x in calibration.layers)
-    for times in TIMES:
+    for times in all_times:
         try:
             chosen = allocate(calibration, compression=times, context_length=length)
         except ConfigError:  # recent and first tokens alone take more in a short context
@@ -48,7 +47,7 @@ def rows_of(model, calibration, length):
     k = torch.zeros(1, 1, length, 64, dtype=torch.bfloat16)
     cache.append(k, k)
     yield "4 bits", structurize(deepcopy(model), "standard", storage=storage), cache.nbytes / (2 * k.nbytes)
-    for times in TIMES[1:]:
+    for times in all_times[1:]:
         spec = f"window:{length // times - 4},sink_tokens=4"
         yield f"window, 1/{times}", structurize(deepcopy(model), spec), 1 / times
 
@@ -64,7 +63,8 @@ class Reader:
     def _score(self, module, args, kwargs) -> None:
         states = kwargs["hidden_states"]
         scorer = self.scorers[module.layer_idx]
-        self.scores.append((states @ scorer[:, :-1].mT + scorer[:, -1]).mT)
+        scores = (states @ scorer[:, :-1].mT + scorer[:, -1]).mT
+        self.scores.append(scores.bfloat16())  # as the attention of a model with chosen tokens rounds them
 
     def read(self, ids):
         cache, self.scores = DynamicCache(config=self.model.config), []
@@ -187,6 +187,7 @@ def main() -> None:
     parser.add_argument("calibration")
     for name, default in (("context", 8192), ("windows", 5), ("prompts", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--times", type=int, nargs="+", default=[4, 8, 16], help="how many times smaller")
     parser.add_argument("--task", action="append", help="of retrieval; may be given several times; default: all")
     parser.add_argument("--distance", action="append", type=int, help="in tokens; default: a half and seven eighths")
     parser.add_argument("--out", default="rows.csv")
@@ -209,7 +210,7 @@ def main() -> None:
             num_prompts=args.prompts,
             seed=0,
         )
-    rows = list(rows_of(model, calibration, length))
+    rows = list(rows_of(model, calibration, length, args.times))
     small = {"as it is": model, **{name: one for name, one, _ in rows}}
     sizes = {"as it is": 1.0, **{name: size for name, _, size in rows}}
     out = Path(args.out)

@@ -165,6 +165,25 @@ def test_the_same_with_the_cpp_code(seed: int, tmp_path: Path, built) -> None:
     run(seed, tmp_path)
 
 
+@pytest.mark.parametrize("bits", [(4, 4), (8, 8), (4, 8), (8, 4)])
+@pytest.mark.parametrize("size", [4, 8, 16, 24, 32, 48, 64, 96])
+def test_groups_of_all_sizes_in_the_cpp_code(size: int, bits: tuple[int, int], built) -> None:
+    """Whole vectors of codes, half ones and several, for as many queries as are computed together."""
+    storage, length, groups = sa.Storage(*bits, size, 5), 3 * size + 12, 2
+    torch.manual_seed(size)
+    for per_head, dim, value_dim in ((1, 64, 64), (2, 24, 40), (3, 64, 64), (4, 16, 7), (5, 30, 33), (7, 5, 16)):
+        q = torch.randn(1, groups * per_head, 2, dim)
+        k, v = torch.randn(1, groups, length, dim) * 3 + 5, torch.randn(1, groups, length, value_dim) + 10
+        cache = sa.LevelCache(storage=storage)
+        cache.append(k[:, :, :-2], v[:, :, :-2])
+        for n in range(2):  # the second step finds what the first one prepared
+            at = length - 2 + n
+            with torch.no_grad():
+                out = cache.attend(q[:, :, n : n + 1], k[:, :, at : at + 1], v[:, :, at : at + 1])
+            seen = q[:, :, n : n + 1], k[:, :, : at + 1], v[:, :, : at + 1]
+            torch.testing.assert_close(out, attention(*seen, None, None, storage, at), rtol=2e-5, atol=2e-5)
+
+
 def test_a_step_reads_codes_in_the_cpp_code(built, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     attend, again = native_decode.Step.attend, native_decode.Step.try_attend

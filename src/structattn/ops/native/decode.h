@@ -184,11 +184,11 @@ constexpr int64_t kBytes = kIsWide || M == 1 ? 32
 
 // Adds factor[m][d] code[d, c], summed over d, to the positions c of M sums that some bytes of each dimension hold: of
 // 8 bits from `low` on; of 4 bits from `low` on those in the low halves, from `high` on those in the high ones.
-template <typename T, int M, bool kIsByte>
+template <typename T, int M, bool kIsByte, int64_t kAtOnce>
 void add_codes(const T* factor, int64_t factor_row, const uint8_t* codes, int64_t stride, int64_t dims, T* low, T* high,
                int64_t row) {
   using C = Codes<T>;
-  constexpr int64_t kCount = kBytes<T, M> * (kIsByte ? 2 : 1) / C::W;
+  constexpr int64_t kCount = kAtOnce / C::W;
   Vec<T> lower[M][kCount], upper[M][kCount];
 #pragma GCC unroll 4
   for (int m = 0; m < M; ++m)
@@ -221,6 +221,70 @@ void add_codes(const T* factor, int64_t factor_row, const uint8_t* codes, int64_
       if constexpr (!kIsByte) upper[m][n].store(high + m * row + n * C::W);
     }
 }
+
+// Groups of 16 codes of 4 bits have half a vector of bytes for each dimension: two dimensions are read at once.
+template <typename T>
+inline bool is_half_vector(int64_t bits, int64_t group_size, int64_t dims) {
+#if defined(__AVX512F__)
+  return std::is_same_v<T, float> && bits == 4 && group_size == 16 && dims % 2 == 0;
+#else
+  return false;
+#endif
+}
+
+#if defined(__AVX512F__)
+
+// Of two vectors, the sums of the first 8 lanes and the last 8, side by side.
+inline __m512 folded(__m512 x, __m512 y) {
+  return _mm512_add_ps(_mm512_shuffle_f32x4(x, y, 0x44), _mm512_shuffle_f32x4(x, y, 0xee));
+}
+
+// Sets M sums of 16 positions to factor[m][d] code[d, c], summed over d.
+template <int M>
+void sums_of_16(const float* factor, int64_t row, const uint8_t* codes, int64_t dims, float* sums) {
+  __m512 lower[M], upper[M];
+  std::fill(lower, lower + M, _mm512_setzero_ps()), std::fill(upper, upper + M, _mm512_setzero_ps());
+  for (int64_t d = 0; d < dims; d += 2) {
+    Vec<float> low, high;
+    Codes<float>::halves(codes + 8 * d, low, high);
+#pragma GCC unroll 4
+    for (int m = 0; m < M; ++m) {
+      const float* const own = factor + m * row + d;
+      const __m512 scale = _mm512_mask_broadcastss_ps(_mm512_set1_ps(own[0]), 0xff00, _mm_load_ss(own + 1));
+      lower[m] = _mm512_fmadd_ps(scale, low.raw, lower[m]);
+      upper[m] = _mm512_fmadd_ps(scale, high.raw, upper[m]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int m = 0; m < M; ++m) _mm512_storeu_ps(sums + m * row, folded(lower[m], upper[m]));
+}
+
+// Adds to 8 of the lanes[m][d] numbers whose sum is that over 16 positions n of factor[m][n] (code[d, n] - middle).
+template <int M>
+void add_values_of_16(const float* factor, int64_t row, const uint8_t* codes, int64_t dims, float* lanes,
+                      int64_t lanes_row) {
+  __m512 left[M], right[M];  // of the low halves of bytes, and of the high ones, of both dimensions
+#pragma GCC unroll 4
+  for (int m = 0; m < M; ++m) {
+    const __m512 all = _mm512_loadu_ps(factor + m * row);
+    left[m] = _mm512_shuffle_f32x4(all, all, 0x44), right[m] = _mm512_shuffle_f32x4(all, all, 0xee);
+  }
+  const __m512 middle = _mm512_set1_ps(8);
+  for (int64_t d = 0; d < dims; d += 2) {
+    Vec<float> low, high;
+    Codes<float>::halves(codes + 8 * d, low, high);
+    const __m512 first = _mm512_sub_ps(low.raw, middle), second = _mm512_sub_ps(high.raw, middle);
+#pragma GCC unroll 4
+    for (int m = 0; m < M; ++m) {
+      float* const to = lanes + m * lanes_row + d * 16;
+      const __m512 both = _mm512_fmadd_ps(left[m], first, _mm512_mul_ps(right[m], second));
+      _mm256_storeu_ps(to, _mm256_add_ps(_mm256_loadu_ps(to), _mm512_castps512_ps256(both)));
+      _mm256_storeu_ps(to + 16, _mm256_add_ps(_mm256_loadu_ps(to + 16), _mm512_extractf32x8_ps(both, 1)));
+    }
+  }
+}
+
+#endif  // __AVX512F__
 
 // Room for what is computed of groups, for up to `heads` queries.
 template <typename T>
@@ -263,16 +327,24 @@ inline void scaled(const T* x, const S* scale, const S* zero, T middle, int64_t 
 template <typename T, int M>
 void key_sums_by_numbers(const T* factor, int64_t size, const uint8_t* codes, const GroupSpan<T>& span,
                          int64_t group_size, T* sums) {
-  const int64_t at_once = kBytes<T, M> * (span.bits == 8 ? 2 : 1);
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<T, float>)
+    if (is_half_vector<T>(span.bits, group_size, span.dims)) return sums_of_16<M>(factor, size, codes, span.dims, sums);
+#endif
   for (int m = 0; m < M; ++m) std::fill(sums + m * size, sums + m * size + group_size, T(0));
   const int64_t half = group_size / 2, bytes = span.bits == 8 ? group_size : half;
   int64_t c = 0;
-  for (; c + at_once <= bytes; c += at_once) {
-    if (span.bits == 8)
-      add_codes<T, M, true>(factor, size, codes + c, bytes, span.dims, sums + c, nullptr, size);
-    else
-      add_codes<T, M, false>(factor, size, codes + c, bytes, span.dims, sums + c, sums + half + c, size);
-  }
+  const auto add = [&]<int64_t kAtOnce>() {  // as many as there are registers for, then a vector
+    for (; c + kAtOnce <= bytes; c += kAtOnce) {
+      if (span.bits == 8)
+        add_codes<T, M, true, kAtOnce>(factor, size, codes + c, bytes, span.dims, sums + c, nullptr, size);
+      else
+        add_codes<T, M, false, kAtOnce>(factor, size, codes + c, bytes, span.dims, sums + c, sums + half + c, size);
+    }
+  };
+  if (span.bits == 8) add.template operator()<2 * kBytes<T, M>>();
+  add.template operator()<kBytes<T, M>>();
+  add.template operator()<Codes<T>::W>();
   for (int64_t d = 0; d < span.dims && c < bytes; ++d)
     for (int64_t n = c; n < bytes; ++n) {
       const uint8_t x = codes[d * bytes + n];
@@ -362,6 +434,11 @@ void add_values_by_numbers(const T* factor, int64_t size, const uint8_t* codes, 
                            int64_t group_size, T* lanes, int64_t lanes_row) {
   using C = Codes<T>;
   using V = Vec<T>;
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<T, float>)
+    if (is_half_vector<T>(bits, group_size, dims))
+      return add_values_of_16<M>(factor, size, codes, dims, lanes, lanes_row);
+#endif
   const int64_t half = group_size / 2, bytes = bits == 8 ? group_size : half;
   const T middle = static_cast<T>(middle_of(bits));
   for (int64_t d = 0; d < dims; ++d) {
@@ -381,6 +458,11 @@ void add_values_by_numbers(const T* factor, int64_t size, const uint8_t* codes, 
           sum[m] = fmadd(V::loadu(factor + m * size + c), left, sum[m]);
           other[m] = fmadd(V::loadu(factor + m * size + c + C::W), right, other[m]);
         }
+      }
+      for (; c + C::W <= bytes; c += C::W) {
+        const V left = C::bytes(own + c) - V(middle);
+#pragma GCC unroll 4
+        for (int m = 0; m < M; ++m) sum[m] = fmadd(V::loadu(factor + m * size + c), left, sum[m]);
       }
     } else {
       for (; c + C::W <= bytes; c += C::W) {

@@ -15,7 +15,6 @@ from structattn.errors import ConfigError
 from structattn.integrations.transformers.calibration.choices import choices
 from structattn.integrations.transformers.calibration.head_choices import (
     GROUP_SIZES,
-    GROUPS_MAY_LOSE,
     HeadChoices,
     head_choices,
     spec_of_heads,
@@ -102,9 +101,8 @@ def allocate(
     have 16, 8 or 4 bits, or keys 8 and values 4; with ``"heads"``, a key head keeps all tokens, or a window
     of recent ones and the first four. The loss of a choice is the head's part of the change of the
     predictions, as ``calibrate`` measured it; copies of far text have a tenth of the weight. Where far tokens
-    are chosen, groups have 16, 32 or 64 tokens: the most with which the loss is at most 1.5 times the least,
-    since larger groups are read faster. All heads have the same, and at least four groups of recent tokens;
-    tokens of a block that is not decided on are recent too.
+    are chosen, groups have 16, 32 or 64 tokens, whichever loses least; all heads have the same, and at least
+    four groups of recent tokens. Tokens of a block that is not decided on are recent too.
     ``expected_loss`` is of text, without copies.
 
     With ``"levels"``, every layer gets two to five levels, of keys and of values, instead: level 1 keeps r_1
@@ -202,8 +200,7 @@ def _by_heads(
     if not found:
         names = " and ".join(method for method in get_args(Method) if method in methods)
         raise _too_small(f"choice of {names} gives", budget, plain, smallest, length)
-    least = min(loss for loss, _, _ in found)
-    of_layers, chosen = next((layers, numbers) for loss, layers, numbers in found if loss <= GROUPS_MAY_LOSE * least)
+    _, of_layers, chosen = min(found, key=lambda one: one[0])  # of equal losses the largest groups
     groups = [group for of_layer in of_layers for group in of_layer]
     numbers, left = iter(chosen), iter(of_layers)
     of_tokens = iter(() if calibration.tokens is None else calibration.tokens.scorers)

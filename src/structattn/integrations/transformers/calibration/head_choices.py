@@ -21,7 +21,6 @@ from structattn.layout.levels import LevelLayout
 from structattn.spec.attention import AttentionSpec, parse_spec
 
 GROUP_SIZES = (64, 32, 16)  # of tokens that are chosen together, and quantized; all heads have the same
-GROUPS_MAY_LOSE = 1.5  # times the least loss: with larger groups a step reads codes faster
 _ROUNDING = {16: 0.0, 8: (15 / 255) ** 2, 4: 1.0}  # what numbers lose, of 4 bits 1: it grows with the square of a step
 _EXACT, _FEWEST = (16, 16), (4, 4)
 _ALL_BITS = (_EXACT, (8, 8), (8, 4), _FEWEST)  # of keys and values: rounded keys lose more

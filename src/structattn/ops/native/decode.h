@@ -222,17 +222,12 @@ void add_codes(const T* factor, int64_t factor_row, const uint8_t* codes, int64_
     }
 }
 
-// Groups of 16 codes of 4 bits have half a vector of bytes for each dimension: two dimensions are read at once.
-template <typename T>
-inline bool is_half_vector(int64_t bits, int64_t group_size, int64_t dims) {
 #if defined(__AVX512F__)
-  return std::is_same_v<T, float> && bits == 4 && group_size == 16 && dims % 2 == 0;
-#else
-  return false;
-#endif
-}
 
-#if defined(__AVX512F__)
+// Groups of 16 codes of 4 bits have half a vector of bytes for each dimension: two dimensions are read at once.
+inline bool is_half_vector(int64_t bits, int64_t group_size, int64_t dims) {
+  return bits == 4 && group_size == 16 && dims % 2 == 0;
+}
 
 // Of two vectors, the sums of the first 8 lanes and the last 8, side by side.
 inline __m512 folded(__m512 x, __m512 y) {
@@ -329,7 +324,7 @@ void key_sums_by_numbers(const T* factor, int64_t size, const uint8_t* codes, co
                          int64_t group_size, T* sums) {
 #if defined(__AVX512F__)
   if constexpr (std::is_same_v<T, float>)
-    if (is_half_vector<T>(span.bits, group_size, span.dims)) return sums_of_16<M>(factor, size, codes, span.dims, sums);
+    if (is_half_vector(span.bits, group_size, span.dims)) return sums_of_16<M>(factor, size, codes, span.dims, sums);
 #endif
   for (int m = 0; m < M; ++m) std::fill(sums + m * size, sums + m * size + group_size, T(0));
   const int64_t half = group_size / 2, bytes = span.bits == 8 ? group_size : half;
@@ -436,8 +431,7 @@ void add_values_by_numbers(const T* factor, int64_t size, const uint8_t* codes, 
   using V = Vec<T>;
 #if defined(__AVX512F__)
   if constexpr (std::is_same_v<T, float>)
-    if (is_half_vector<T>(bits, group_size, dims))
-      return add_values_of_16<M>(factor, size, codes, dims, lanes, lanes_row);
+    if (is_half_vector(bits, group_size, dims)) return add_values_of_16<M>(factor, size, codes, dims, lanes, lanes_row);
 #endif
   const int64_t half = group_size / 2, bytes = bits == 8 ? group_size : half;
   const T middle = static_cast<T>(middle_of(bits));

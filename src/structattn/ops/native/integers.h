@@ -29,7 +29,7 @@ constexpr int64_t kMostPieces = 3;  // bytes of a number
 struct IntegerRoom {
   std::vector<Line> bytes, codes;
   IntegerRoom(int64_t size, int64_t dims, int64_t queries)
-      : bytes(queries * (size / 4 * kMostPieces + 1)), codes(dims <= kMostDims ? dims : 0) {}
+      : bytes(queries * (size / 16 + 1)), codes(dims <= kMostDims ? dims : 0) {}
 };
 
 #if defined(__AVX512F__)
@@ -80,10 +80,16 @@ inline __m512i as_bytes(__m512 x, float inverse) {
   return _mm512_xor_si512(_mm512_add_epi32(whole, flip), flip);
 }
 
-// The bytes that count 2^shift of 32 numbers.
-inline __m256i bytes_of(__m512i x, __m512i y, int shift) {
-  return _mm256_set_m128i(_mm512_cvtepi32_epi8(_mm512_srli_epi32(y, shift)),
-                          _mm512_cvtepi32_epi8(_mm512_srli_epi32(x, shift)));
+// Of four numbers side by side, as bytes, the first bytes, then the second ones, ...
+inline __m512i by_byte(__m512i bytes) {
+  const __m128i order = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  return _mm512_shuffle_epi8(bytes, _mm512_broadcast_i32x4(order));
+}
+
+// The bytes that count 2^(8 p) of 32 numbers that `by_byte` made, twice.
+inline __m512i bytes_of(__m512i x, __m512i y, int p) {
+  const __m512i first = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28);
+  return _mm512_permutex2var_epi32(x, _mm512_add_epi32(first, _mm512_set1_epi32(p)), y);
 }
 
 // The largest whole number of three signed bytes, and of two: 2^23 - 2^16, and 2^15 - 2^8.
@@ -129,24 +135,22 @@ inline void by_position(const uint8_t* codes, int64_t stride, int64_t dims, Line
   }
 }
 
-// Numbers of a query as bytes, in the order of `by_position`: for each of its steps a vector of each piece.
-template <bool kIsByte, int kPieces>
+// Numbers of a query as bytes, in the order of `by_position`: of four of them the first bytes, the second ones, ...
+template <bool kIsByte>
 inline void by_piece(const float* x, int64_t dims, float inverse, Line* out) {
-  const __m512i order = kIsByte ? _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
-                                : _mm512_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
-  // Of four numbers side by side the first bytes, then the second ones, ...
-  const __m512i pieces = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
-  for (int64_t d = 0; d < dims; d += 16) {
+  const __m512i order = _mm512_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+  for (int64_t d = 0; d < dims; d += 16, ++out) {
     __m512i bytes = as_bytes(_mm512_maskz_loadu_ps(first_lanes(dims - d), x + d), inverse);
-    bytes = _mm512_shuffle_epi8(_mm512_permutexvar_epi32(order, bytes), pieces);
-    const __m512i first = _mm512_setzero_si512(), second = _mm512_set1_epi32(kIsByte ? 0 : 4);
-    __m512i at = _mm512_mask_blend_epi32(0xff00, first, second);
-    for (int64_t n = d; n < std::min(d + 16, dims); n += kRowsAtOnce<kIsByte>, out += kPieces) {
-      for (int p = 0; p < kPieces; ++p)
-        _mm512_store_si512(out + p, _mm512_permutexvar_epi32(_mm512_add_epi32(at, _mm512_set1_epi32(p)), bytes));
-      at = _mm512_add_epi32(at, _mm512_set1_epi32(kRowsAtOnce<kIsByte>));
-    }
+    if constexpr (!kIsByte) bytes = _mm512_permutexvar_epi32(order, bytes);
+    _mm512_store_si512(out, by_byte(bytes));
   }
+}
+
+// What the codes of a vector of `by_position` are multiplied with, of one piece.
+template <bool kIsByte>
+inline __m512i piece_of(const int32_t* fours) {
+  const __m512i first = _mm512_set1_epi32(fours[0]);
+  return kIsByte ? first : _mm512_mask_blend_epi32(0xff00, first, _mm512_set1_epi32(fours[4]));
 }
 
 // Sums of the lanes of four vectors whose halves are to be added, in the order of their positions.
@@ -164,24 +168,33 @@ inline void transpose(const __m512i (&x)[4], __m512i (&out)[4]) {
   out[2] = _mm512_shuffle_i32x4(c, d, 0x88), out[3] = _mm512_shuffle_i32x4(c, d, 0xdd);
 }
 
-// out = unit times the sums of products of codes and of a query, which are given for each of its pieces: for 64
-// positions, or for 32 of those in one half of each byte of 4 bits.
-template <bool kIsByte, int kPieces>
-STRUCTATTN_INTEGERS inline void store_pieces(const __m512i (&sums)[kPieces][4], float unit, float* out) {
-  constexpr int kVectors = kIsByte ? 4 : 2;
-  __m512i of_piece[kPieces][4];
+// sums[0] = the sums of pieces, as numbers: exact with two pieces, since 256 x 255 x 32512 is below 2^31. With three,
+// the first has to be added as a float: sums[1] gets what the other two count.
+template <int kPieces>
+inline void join_pieces(__m512i (&sums)[kPieces][4]) {
 #pragma GCC unroll 4
-  for (int p = 0; p < kPieces; ++p)
+  for (int n = 0; n < 4; ++n) {
+    const __m512i upper = _mm512_slli_epi32(sums[kPieces - 1][n], 8);
+    __m512i& to = sums[kPieces - 2][n];
+    to = _mm512_add_epi32(upper, to);
+  }
+}
+
+// out = unit times joined sums: for 64 positions, or for 32 of those in one half of each byte of 4 bits.
+template <bool kIsByte, int kPieces>
+inline void store_joined(const __m512i (&sums)[kPieces][4], float unit, float* out) {
+  constexpr int kVectors = kIsByte ? 4 : 2, kJoined = kPieces - 1;
+  __m512i of_piece[kJoined][4];
+#pragma GCC unroll 4
+  for (int p = 0; p < kJoined; ++p)
     if constexpr (kIsByte)
       transpose(sums[p], of_piece[p]);
     else
       fold(sums[p], of_piece[p][0], of_piece[p][1]);
 #pragma GCC unroll 4
   for (int n = 0; n < kVectors; ++n) {
-    __m512i upper = of_piece[kPieces - 1][n];
-    if constexpr (kPieces == 3) upper = _mm512_add_epi32(_mm512_slli_epi32(upper, 8), of_piece[1][n]);
-    const __m512 all =
-        _mm512_fmadd_ps(_mm512_cvtepi32_ps(upper), _mm512_set1_ps(256), _mm512_cvtepi32_ps(of_piece[0][n]));
+    __m512 all = _mm512_cvtepi32_ps(of_piece[0][n]);
+    if constexpr (kJoined == 2) all = _mm512_fmadd_ps(_mm512_cvtepi32_ps(of_piece[1][n]), _mm512_set1_ps(256), all);
     _mm512_storeu_ps(out + 16 * n, _mm512_mul_ps(_mm512_set1_ps(unit), all));
   }
 }
@@ -199,10 +212,11 @@ inline void clear(__m512i (&sums)[kPieces][4]) {
 template <bool kIsByte, int kPieces, bool kIsStored>
 STRUCTATTN_INTEGERS inline void store_sums(const uint8_t* codes, int64_t stride, const Line* query, int64_t dims,
                                            float unit, float* out, float* other) {
-  __m512i low[kPieces][4], high[kPieces][4];
-  clear(low), clear(high);
-  const __m512i lower = _mm512_set1_epi8(15), upper = _mm512_set1_epi8(-16);
-  for (int64_t d = 0; d < dims; d += kRowsAtOnce<kIsByte>, query += kPieces) {
+  const auto* fours = reinterpret_cast<const int32_t*>(query);  // four numbers of each piece
+  __m512i all[kPieces][4], high[kPieces][4];  // of whole bytes, and of their high halves: 16 times the code
+  clear(all), clear(high);
+  const __m512i upper = _mm512_set1_epi8(-16);
+  for (int64_t d = 0; d < dims; d += kRowsAtOnce<kIsByte>, fours += kRowsAtOnce<kIsByte>) {
     __m512i x[4];
     if constexpr (kIsStored) {
       four_vectors<kIsByte>(codes + d * stride, stride, x);
@@ -211,20 +225,29 @@ STRUCTATTN_INTEGERS inline void store_sums(const uint8_t* codes, int64_t stride,
       for (int n = 0; n < 4; ++n) x[n] = _mm512_load_si512(codes + n * sizeof(Line));
       codes += 4 * sizeof(Line);
     }
+    __m512i piece[kPieces];
+#pragma GCC unroll 4
+    for (int p = 0; p < kPieces; ++p) piece[p] = piece_of<kIsByte>(fours + p);
 #pragma GCC unroll 4
     for (int n = 0; n < 4; ++n) {
-      const __m512i first = kIsByte ? x[n] : _mm512_and_si512(x[n], lower);
-      const __m512i second = _mm512_and_si512(x[n], upper);  // 16 times the code
+      const __m512i part = _mm512_and_si512(x[n], upper);
 #pragma GCC unroll 4
       for (int p = 0; p < kPieces; ++p) {
-        const __m512i piece = _mm512_load_si512(query + p);
-        add_products(low[p][n], first, piece);
-        if constexpr (!kIsByte) add_products(high[p][n], second, piece);
+        add_products(all[p][n], x[n], piece[p]);
+        if constexpr (!kIsByte) add_products(high[p][n], part, piece[p]);
       }
     }
   }
-  store_pieces<kIsByte, kPieces>(low, unit, out);
-  if constexpr (!kIsByte) store_pieces<kIsByte, kPieces>(high, unit / 16, other);
+  join_pieces(all);
+  if constexpr (!kIsByte) {
+    join_pieces(high);
+#pragma GCC unroll 4
+    for (int p = 0; p < kPieces - 1; ++p)
+#pragma GCC unroll 4
+      for (int n = 0; n < 4; ++n) all[p][n] = _mm512_sub_epi32(all[p][n], high[p][n]);
+    store_joined<kIsByte, kPieces>(high, unit / 16, other);
+  }
+  store_joined<kIsByte, kPieces>(all, unit, out);
 }
 
 // sums[g][m][n] = sum over d of factor[g][m][d] code[g][d, n] for the positions n of G groups; false, and nothing done,
@@ -232,7 +255,7 @@ STRUCTATTN_INTEGERS inline void store_sums(const uint8_t* codes, int64_t stride,
 template <int M, int G, bool kIsByte, int kPieces>
 STRUCTATTN_INTEGERS bool key_sums(const float* factor, int64_t row, const uint8_t* const* codes, int64_t dims,
                                   int64_t group_size, IntegerRoom& room, float* sums) {
-  const int64_t stride = kIsByte ? group_size : group_size / 2, lines = dims / kRowsAtOnce<kIsByte> * kPieces;
+  const int64_t stride = kIsByte ? group_size : group_size / 2, lines = (dims + 15) / 16;
   float unit[M], inverse[M];
   for (int m = 0; m < M; ++m) {
     __m512i most = _mm512_setzero_si512();
@@ -243,7 +266,7 @@ STRUCTATTN_INTEGERS bool key_sums(const float* factor, int64_t row, const uint8_
   }
   for (int g = 0; g < G; ++g)
     for (int m = 0; m < M; ++m)
-      by_piece<kIsByte, kPieces>(factor + (g * M + m) * row, dims, inverse[m], room.bytes.data() + (g * M + m) * lines);
+      by_piece<kIsByte>(factor + (g * M + m) * row, dims, inverse[m], room.bytes.data() + (g * M + m) * lines);
   for (int g = 0; g < G; ++g)
     for (int64_t c = 0; c < stride; c += kIsByte ? 64 : 32) {
       if constexpr (M > 1) by_position<kIsByte>(codes[g] + c, stride, dims, room.codes.data());
@@ -284,53 +307,64 @@ STRUCTATTN_INTEGERS bool add_value_sums(const float* factor, int64_t row, const 
 #pragma GCC unroll 4
       for (int m = 0; m < M; ++m) {
         const float *const x = factor + (g * M + m) * row + c, *const y = kIsByte ? x + 32 : x + stride;
-        const __m512i whole[4] = {
-            as_bytes(_mm512_loadu_ps(x), inverse[m]), as_bytes(_mm512_loadu_ps(x + 16), inverse[m]),
-            as_bytes(_mm512_loadu_ps(y), inverse[m]), as_bytes(_mm512_loadu_ps(y + 16), inverse[m])};
+        __m512i whole[4];
+        const float* const from[4] = {x, x + 16, y, y + 16};
+#pragma GCC unroll 4
+        for (int n = 0; n < 4; ++n) whole[n] = by_byte(as_bytes(_mm512_loadu_ps(from[n]), inverse[m]));
 #pragma GCC unroll 4
         for (int p = 0; p < kPieces; ++p) {
-          const __m256i first = bytes_of(whole[0], whole[1], 8 * p), second = bytes_of(whole[2], whole[3], 8 * p);
-          left[g][m][p] = _mm512_inserti64x4(_mm512_castsi256_si512(first), kIsByte ? second : first, 1);
-          if constexpr (!kIsByte) right[g][m][p] = _mm512_inserti64x4(_mm512_castsi256_si512(second), second, 1);
+          const __m512i first = bytes_of(whole[0], whole[1], p), second = bytes_of(whole[2], whole[3], p);
+          left[g][m][p] = kIsByte ? _mm512_mask_blend_epi32(0xff00, first, second) : first;
+          if constexpr (!kIsByte) right[g][m][p] = second;
         }
       }
-    const __m512i mask = _mm512_set1_epi8(15), middle = _mm512_set1_epi8(kIsByte ? -128 : 8);  // without signs
-    const auto sum_of = [&](int m, const __m512i* low, const __m512i* high) STRUCTATTN_INTEGERS {
-      __m512i sum = _mm512_setzero_si512();
+    // Of 4 bits: the high halves of bytes are 16 times the codes; with three pieces their sums would overflow.
+    const __m512i lower = _mm512_set1_epi8(15), upper = _mm512_set1_epi8(-16);
+    constexpr int kMiddle = kIsByte ? 128 : 8, kTimes = kIsByte || kPieces == 3 ? 1 : 16;
+    const auto sum_of = [&](int m, const __m512i* low, const __m512i* high, __m512i start) STRUCTATTN_INTEGERS {
+      __m512i of_low[kPieces], of_high[kPieces];  // chains that do not wait for each other
 #pragma GCC unroll 4
-      for (int p = kPieces - 1; p >= 0; --p) {
-        // One chain for each piece: they do not wait for each other.
-        __m512i own = _mm512_setzero_si512();
+      for (int p = 0; p < kPieces; ++p) {
+        of_low[p] = kIsByte && p == 0 ? start : _mm512_setzero_si512();
+        of_high[p] = p == 0 ? start : _mm512_setzero_si512();
 #pragma GCC unroll 4
         for (int g = 0; g < G; ++g) {
-          add_products(own, low[g], left[g][m][p]);
-          if constexpr (!kIsByte) add_products(own, high[g], right[g][m][p]);
+          add_products(of_low[p], low[g], left[g][m][p]);
+          if constexpr (!kIsByte) add_products(of_high[p], high[g], right[g][m][p]);
         }
-        sum = p < kPieces - 1 ? _mm512_add_epi32(_mm512_slli_epi32(sum, 8), own) : own;
       }
-      return sum;
-    };
-    __m512i low[G], high[G], of_middle[M];
-    std::fill(low, low + G, middle), std::fill(high, high + G, middle);
+      __m512i sum = of_low[kPieces - 1], other = of_high[kPieces - 1];
 #pragma GCC unroll 4
-    for (int m = 0; m < M; ++m) of_middle[m] = sum_of(m, low, high);
+      for (int p = kPieces - 2; p >= 0; --p) {
+        sum = _mm512_add_epi32(_mm512_slli_epi32(sum, 8), of_low[p]);
+        if constexpr (!kIsByte) other = _mm512_add_epi32(_mm512_slli_epi32(other, 8), of_high[p]);
+      }
+      if constexpr (kTimes > 1) sum = _mm512_slli_epi32(sum, 4);
+      return kIsByte ? sum : _mm512_add_epi32(sum, other);
+    };
+    __m512i low[G], high[G], start[M];
+    std::fill(low, low + G, _mm512_set1_epi8(static_cast<char>(kMiddle)));
+    std::fill(high, high + G, _mm512_set1_epi8(static_cast<char>(kMiddle * kTimes)));
+    const __m512i zero = _mm512_setzero_si512();
+#pragma GCC unroll 4
+    for (int m = 0; m < M; ++m) start[m] = _mm512_sub_epi32(zero, sum_of(m, low, high, zero));
     for (int64_t d = 0; d < dims; d += kIsByte ? 1 : 2) {
 #pragma GCC unroll 4
       for (int g = 0; g < G; ++g) {
         const uint8_t* const from = codes[g] + d * stride + c;
         const __m512i all = kIsByte ? _mm512_loadu_si512(from) : two_rows(from, stride);
         if constexpr (!kIsByte) prefetch(from + G * dims * stride, sizeof(Line));
-        low[g] = kIsByte ? all : _mm512_and_si512(all, mask);
-        high[g] = _mm512_and_si512(_mm512_srli_epi16(all, 4), mask);
+        low[g] = kIsByte ? all : _mm512_and_si512(all, lower);
+        high[g] = kTimes > 1 ? _mm512_and_si512(all, upper) : _mm512_and_si512(_mm512_srli_epi16(all, 4), lower);
       }
 #pragma GCC unroll 4
       for (int m = 0; m < M; ++m) {
-        const __m512 numbers = _mm512_cvtepi32_ps(_mm512_sub_epi32(sum_of(m, low, high), of_middle[m]));
+        const __m512 numbers = _mm512_cvtepi32_ps(sum_of(m, low, high, start[m]));
         float* const to = lanes + m * lanes_row + d * 16;
         if constexpr (kIsByte) {
           _mm512_storeu_ps(to, _mm512_fmadd_ps(numbers, _mm512_set1_ps(unit[m]), _mm512_loadu_ps(to)));
         } else {
-          const __m256 times = _mm256_set1_ps(unit[m]);
+          const __m256 times = _mm256_set1_ps(unit[m] / kTimes);
           _mm256_storeu_ps(to, _mm256_fmadd_ps(_mm512_castps512_ps256(numbers), times, _mm256_loadu_ps(to)));
           _mm256_storeu_ps(to + 16,
                            _mm256_fmadd_ps(_mm512_extractf32x8_ps(numbers, 1), times, _mm256_loadu_ps(to + 16)));

@@ -75,13 +75,14 @@ def test_effects_of_heads_sum_to_what_is_measured(model, texts, found) -> None:
         others = float(of_heads.sum() - of_heads[best])
         assert others == pytest.approx(measured, rel=0.2)
     assert float(effects.text[0].sum()) > 2 * float(effects.text[1].sum()) > 0  # a smaller window loses more
-    assert 0 < float(effects.bits.sum()) < 0.01 * float(effects.text[1].sum())
+    assert 0 < float(found.bits.text[0].sum()) < 0.01 * float(effects.text[1].sum())
 
 
 def test_a_head_that_nothing_reads_has_no_effect(found) -> None:
     silent = SILENT[0] * GROUPS + SILENT[1]
     effects = found.effects
-    for of_heads in (*effects.text, *effects.retrieval, *effects.bits):
+    of_bits = (x for losses in (found.bits.text, found.bits.copies) for x in losses.flatten(0, 1))
+    for of_heads in (*effects.text, *effects.retrieval, *of_bits):
         assert of_heads[silent] == 0
         assert int((of_heads != 0).sum()) == LAYERS * GROUPS - 1
     chosen = allocate(found, compression=2.5, context_length=2048)
@@ -137,9 +138,9 @@ def test_a_larger_budget_never_loses_more(found) -> None:
 
 def test_keys_and_values_have_bits_of_their_own(found) -> None:
     """With a little more than the smallest cache, the keys of one head get what they need, nothing else."""
-    bits = torch.full((2, LAYERS * GROUPS), 1e-9, dtype=torch.float64)
-    bits[0, 1] = 1.0
-    one_head = replace(found, effects=replace(found.effects, bits=bits))
+    losses = torch.full((3, 2, LAYERS * GROUPS), 1e-9, dtype=torch.float64)
+    losses[:, 0, 1] = 1.0  # in groups of every size
+    one_head = replace(found, bits=replace(found.bits, text=losses, copies=losses))
     sizes = {some: _nbytes(sa.Storage(*some), 8192) for some in ((4, 4), (8, 4), (8, 8))}
     budget = (LAYERS * GROUPS - 1) * sizes[4, 4] + sizes[8, 4]
     plain = LAYERS * GROUPS * 2 * 16 * 2 * 8192
@@ -161,22 +162,32 @@ def test_files_keep_effects_and_old_files_have_none(found, tmp_path) -> None:
     found.save(tmp_path / "new.safetensors")
     read = Calibration.load(tmp_path / "new.safetensors")
     assert read.effects.windows == found.effects.windows
-    for name in ("text", "retrieval", "bits"):
+    for name in ("text", "retrieval"):
         assert torch.equal(getattr(read.effects, name), getattr(found.effects, name))
+    assert read.bits.group_sizes == found.bits.group_sizes == (64, 32, 16)
+    for name in ("text", "copies"):
+        assert torch.equal(getattr(read.bits, name), getattr(found.bits, name))
     key = "structattn_calibration"
     plain, tensors = read_tensors(
         tmp_path / "new.safetensors", key, what="calibration", remedy="calibrate again", version=1
     )
-    of_before = {**tensors, "effects.bits": tensors["effects.bits"].sum(dim=0)}  # keys and values together
-    write_tensors(tmp_path / "before.safetensors", key, json.loads(json.dumps(plain)), of_before)
-    bits = Calibration.load(tmp_path / "before.safetensors").effects.bits
-    assert bits.shape == found.effects.bits.shape
-    assert torch.allclose(bits.sum(dim=0), found.effects.bits.sum(dim=0))
+    plain = json.loads(json.dumps(plain))
+    del plain["group_sizes"]
+    tensors = {name: x for name, x in tensors.items() if not name.startswith("bits.")}
+    of_both = found.bits.text[0]  # of before: one group size, text alone; still before, keys and values together
+    for number, old in enumerate((of_both, of_both.sum(dim=0))):
+        write_tensors(tmp_path / f"before-{number}.safetensors", key, plain, {**tensors, "effects.bits": old})
+        bits = Calibration.load(tmp_path / f"before-{number}.safetensors").bits
+        for size in (64, 16):
+            for losses in bits.of(size):
+                assert losses.shape == of_both.shape
+                assert torch.allclose(losses.sum(dim=0), of_both.sum(dim=0))
     del plain["windows"]
     kept = {name: x for name, x in tensors.items() if not name.startswith("effects.")}
-    write_tensors(tmp_path / "old.safetensors", key, json.loads(json.dumps(plain)), kept)
+    write_tensors(tmp_path / "old.safetensors", key, plain, kept)
     old = Calibration.load(tmp_path / "old.safetensors")
     assert old.effects is None
+    assert old.bits is None
     assert allocate(old, compression=1.5)[0].layout.num_levels > 1
     with pytest.raises(
         ConfigError, match=r"has not measured heads: calibrate\(model, batches, methods=...\) with 'heads'"

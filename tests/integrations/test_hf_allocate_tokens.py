@@ -13,10 +13,11 @@ from structattn.integrations.transformers.attention.call import AttentionCall
 from structattn.integrations.transformers.caches.model_cache import CACHE
 from structattn.integrations.transformers.calibration import allocate as allocate_module
 from structattn.integrations.transformers.calibration import token_scores
-from structattn.integrations.transformers.calibration.head_choices import GROUP_SIZES
+from structattn.integrations.transformers.calibration.bit_losses import GROUP_SIZES
+from structattn.integrations.transformers.calibration.query_terms import plain_weights
 from structattn.integrations.transformers.calibration.record import Calibration
 from structattn.integrations.transformers.calibration.token_losses import WAYS, TokenLosses, losses_of_head
-from structattn.integrations.transformers.calibration.token_scores import _plain_weights, _uses
+from structattn.integrations.transformers.calibration.token_scores import _uses
 from structattn.integrations.transformers.masks.structured_mask import Sequences
 from structattn.integrations.transformers.variant import Variant
 from structattn.ops.terms import ScoreTerms
@@ -135,19 +136,23 @@ def test_weights_are_those_of_the_score() -> None:
     q, k = torch.randn(4, 30, 8), torch.randn(2, 50, 8)
     for scale in (None, 0.7):
         wanted = Variant().weights(q[None], k[None], ScoreTerms(scale=scale), sequences=Sequences())[0]
-        assert torch.allclose(_plain_weights(q, k, scale), wanted, atol=1e-6)
+        assert torch.allclose(plain_weights(q, k, scale), wanted, atol=1e-6)
 
 
 @torch.no_grad()
-def test_effects_of_bits_sum_to_what_is_measured(model, texts, found) -> None:
-    """Of keys alone, and of values alone, in the cache itself."""
-    for row, storage in enumerate((sa.Storage(4, 16), sa.Storage(16, 4))):
-        changed = structurize(copy.deepcopy(model), "standard", storage=storage)
-        before = model(texts[:2]).logits[:, -512:].log_softmax(-1)  # what is measured
+@pytest.mark.quick(size=[16])
+@pytest.mark.parametrize("size", GROUP_SIZES)
+def test_losses_by_bits_sum_to_what_is_measured(model, texts, found, size) -> None:
+    """Of keys alone, and of values alone, in the cache itself; the last texts are those that measure losses."""
+    texts = texts[2:]
+    for row, bits in enumerate(((4, 16), (16, 4))):
+        changed = structurize(copy.deepcopy(model), "standard", storage=sa.Storage(*bits, size, 2 * size))
+        before = model(texts).logits[:, -512:].log_softmax(-1)  # what is measured
         cache = level_cache(changed, max_length=LENGTH)
-        after = changed(texts[:2], **{CACHE: cache}).logits[:, -512:].log_softmax(-1)
+        after = changed(texts, **{CACHE: cache}).logits[:, -512:].log_softmax(-1)
         wanted = float((before.exp() * (before - after)).sum(-1).mean())
-        assert float(found.effects.bits[row].sum()) == pytest.approx(wanted, rel=0.25)
+        losses, _ = found.bits.of(size)
+        assert float(losses[row].sum()) == pytest.approx(wanted, rel=0.25)
 
 
 @torch.no_grad()

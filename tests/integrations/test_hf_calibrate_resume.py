@@ -78,7 +78,7 @@ def model():
 def whole(model, tmp_path_factory):
     """The numbers and the passes of a calibration that is not stopped."""
     found, passes = read(model, None)
-    assert found.effects is not None
+    assert found.bits is not None
     assert found.tokens is not None
     assert all(layer.sensitivity > 0 for layer in found.layers)
     return content(found, tmp_path_factory.mktemp("whole")), passes

@@ -12,9 +12,9 @@ from torch import Tensor
 from structattn.cache.storage import Storage
 from structattn.checks import MAX_LENGTH, check_choice, check_number, check_size, check_type
 from structattn.errors import ConfigError
+from structattn.integrations.transformers.calibration.bit_losses import GROUP_SIZES
 from structattn.integrations.transformers.calibration.choices import choices
 from structattn.integrations.transformers.calibration.head_choices import (
-    GROUP_SIZES,
     HeadChoices,
     head_choices,
     spec_of_heads,
@@ -159,9 +159,12 @@ def allocate(
 
 def _methods_of(methods: Sequence[Method] | None, calibration: Calibration, ranks: Ranks) -> set[Method]:
     if methods is None:
-        if ranks == "uniform" or calibration.effects is None:
-            return {"levels"} if calibration.tokens is None or ranks == "uniform" else {"tokens"}
-        return {"heads", "bits"} if calibration.tokens is None else {"tokens", "bits"}
+        found: set[Method] = {"bits"} if calibration.bits is not None else set()
+        if calibration.tokens is not None:
+            found.add("tokens")
+        elif calibration.effects is not None:
+            found.add("heads")
+        return {"levels"} if ranks == "uniform" or not found else found
     chosen = checked_methods(methods)
     if "levels" in chosen and len(chosen) > 1:
         raise ConfigError("levels are chosen alone: give methods=('levels',), or others without it")
@@ -169,9 +172,8 @@ def _methods_of(methods: Sequence[Method] | None, calibration: Calibration, rank
         raise ConfigError("of far tokens either some are chosen or all are dropped: give 'tokens' or 'heads', not both")
     if "levels" not in chosen and ranks == "uniform":
         raise ConfigError("ranks='uniform' is for levels: give methods=('levels',), or leave ranks away")
-    effects = calibration.effects
-    known = {"tokens": calibration.tokens is not None, "bits": effects is not None, "levels": True}
-    known["heads"] = effects is not None and bool(effects.windows)
+    known = {"tokens": calibration.tokens is not None, "bits": calibration.bits is not None, "levels": True}
+    known["heads"] = calibration.effects is not None
     for method in sorted(chosen):
         if not known[method]:
             raise ConfigError(
@@ -187,7 +189,7 @@ def _by_heads(
     size = _BYTES if per_token is None else calibration.element_size
     found: list[tuple[float, list[list[HeadChoices]], list[int]]] = []
     budget, plain, smallest = 0.0, 0.0, math.inf
-    for group_size in GROUP_SIZES if "tokens" in methods else GROUP_SIZES[:1]:
+    for group_size in GROUP_SIZES:
         of_layers = head_choices(calibration, length, dtype=_DTYPES[size], methods=methods, group_size=group_size)
         groups = [group for of_layer in of_layers for group in of_layer]
         plain = sum(float(group.sizes[0]) for group in groups)

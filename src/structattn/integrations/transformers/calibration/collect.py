@@ -21,6 +21,7 @@ from structattn.integrations.transformers.architecture.loading import check_plai
 from structattn.integrations.transformers.attention.arguments import POSITION_BIAS
 from structattn.integrations.transformers.attention.call import AttentionCall
 from structattn.integrations.transformers.attention.interface import attend
+from structattn.integrations.transformers.calibration.bit_losses import BitLosses
 from structattn.integrations.transformers.calibration.discovery import (
     FoundAttention,
     find_attention,
@@ -39,7 +40,7 @@ from structattn.integrations.transformers.calibration.projections import Project
 from structattn.integrations.transformers.calibration.query_terms import of_queries
 from structattn.integrations.transformers.calibration.record import AttentionShape, Calibration, LayerCalibration
 from structattn.integrations.transformers.calibration.sensitivity import sensitivities
-from structattn.integrations.transformers.calibration.token_scores import TokenScores, token_scores
+from structattn.integrations.transformers.calibration.token_scores import TokenScores, head_losses
 from structattn.integrations.transformers.masks.structured_mask import Sequences, StructuredMask
 from structattn.integrations.transformers.variant import Variant
 from structattn.layout.checks import positive_ints
@@ -51,7 +52,7 @@ _SMALLEST_BLOCK = 16
 _CHUNK = 64  # queries whose scores are held at once
 _DISTANCES = 32  # of distance_bucket, more than a text has
 _SHORTEST_TEXT = 64
-_TEXTS = 2  # on which bits and windows of single heads are measured
+_TEXTS = 2  # on which windows of single heads are measured
 _SCORED_TOKENS = 20480  # of the texts whose tokens are scored
 _WINDOWS = ((128, 8), (512, 2))  # of tokens, first ones included, and at most this part of a text
 _KNOWN = ("input_ids", "attention_mask", "labels")
@@ -340,9 +341,10 @@ def calibrate(
     learned as a linear map of its hidden state, for each key head (``TokenScores``). What a head loses where
     only some tokens stay is measured by the gradient of the predictions (``TokenLosses``).
 
-    Bits, and windows of heads: what the predictions lose when far keys of a head, or its far values, have 4
-    bits; and, with ``"heads"``, when it sees a window and the first tokens only, on the first texts, and on
-    the same texts with spans that come again at their end (``HeadEffects``).
+    Bits: by the same gradient, what the predictions lose when far keys of a head, or its far values, have 4
+    bits, in groups of 64, 32 and 16 (``BitLosses``). Both are measured on texts, and on the same texts with
+    spans that come again at their end. With ``"heads"``, so is what they lose when a head sees a window and
+    the first tokens only (``HeadEffects``).
 
     Levels: for each layer and key/value head it sums the second moments of queries, keys and values; and for
     each block size n what the attention output loses, to first order, when keys outside the block of a query
@@ -365,7 +367,8 @@ def calibrate(
         num_queries: queries of each row whose scores are looked at, neighbors at a random place, the same
             ones in every run. ``None``: all.
         retrieval: whether single heads are measured: tokens on rows of at least 128 tokens, up to 20,480 in
-            all, the first two of at least 64 tokens for what else. A model without an output head is not.
+            all, and bits with them; without tokens, on the first two of at least 64 tokens, as windows are.
+            A model without an output head is not.
         methods: of ``allocate``, that are prepared for. Without ``"levels"``, moments of dimensions are those
             of the first batch, and what each layer matters is not measured.
         resume: a file, written after each pass of the model. A call with the same model, texts and options
@@ -385,7 +388,8 @@ def calibrate(
 
     Cost: tokens: a forward pass of twice each text that scorers are fitted to (see ``TokenScores``); of each
         other text two forward and backward passes and four forward passes of its length, with the memory of a
-        backward pass. Bits: two forward and two backward passes of each of two rows; heads: 16 of each.
+        backward pass; bits add the weights of 512 queries for three group sizes. Heads: 16 forward and 16
+        backward passes of each of two rows.
         Dimensions: for levels a forward pass without output head of all tokens, and one with it of up to
         2,048 tokens for each layer; per layer and row 2 H M T D (V + D) FLOPs for the M queries. Memory does
         not depend on the number of batches: per layer 8 B G (P^2 + V^2) bytes for B block sizes, G heads and
@@ -433,15 +437,15 @@ def calibrate(
     texts = [text for batch in read for text in batch.texts() if text.shape[1] >= _SHORTEST_TEXT]
     own = [layer for layer in attention if layer.keys_of is None]
     has_heads = retrieval and bool(texts) and model.get_output_embeddings() is not None
+    tokens, bits = _losses(model, own, texts, wanted, results) if has_heads else (None, None)
     return Calibration(
         layers=tuple(layer.finished(longest) for layer in layers.values()),
         block_sizes=sizes,
         context_length=longest,
         element_size=model.dtype.itemsize,
-        effects=(
-            _effects(model, own, texts[:_TEXTS], wanted, results) if has_heads and wanted & {"bits", "heads"} else None
-        ),
-        tokens=_tokens(model, own, texts, results) if has_heads and "tokens" in wanted else None,
+        effects=_effects(model, own, texts[:_TEXTS], results) if has_heads and "heads" in wanted else None,
+        tokens=tokens,
+        bits=bits,
     )
 
 
@@ -462,22 +466,22 @@ def _results(
 
 
 def _effects(
+    model: PreTrainedModel, layers: Sequence[FoundAttention], texts: Sequence[Tensor], results: PassResults
+) -> HeadEffects:
+    """Those of the heads of layers that have keys of their own."""
+    length = min(text.shape[1] for text in texts)
+    windows = sorted({min(size, length // part) - SINK_TOKENS for size, part in _WINDOWS})
+    return head_effects(model, layers, texts, windows, results)
+
+
+def _losses(
     model: PreTrainedModel,
     layers: Sequence[FoundAttention],
     texts: Sequence[Tensor],
     methods: set[Method],
     results: PassResults,
-) -> HeadEffects:
-    """Those of the heads of layers that have keys of their own."""
-    length = min(text.shape[1] for text in texts)
-    windows = sorted({min(size, length // part) - SINK_TOKENS for size, part in _WINDOWS})
-    return head_effects(model, layers, texts, windows if "heads" in methods else (), results)
-
-
-def _tokens(
-    model: PreTrainedModel, layers: Sequence[FoundAttention], texts: Sequence[Tensor], results: PassResults
-) -> TokenScores | None:
-    """How those heads score tokens."""
+) -> tuple[TokenScores | None, BitLosses | None]:
+    """How those heads score tokens, and what they lose by bits."""
     longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or MAX_LENGTH
     left, chosen = _SCORED_TOKENS, []
     for text in texts:
@@ -485,4 +489,4 @@ def _tokens(
             break
         chosen.append(text[:, : longest // 2])
         left -= chosen[-1].shape[1]
-    return token_scores(model, layers, chosen, results)
+    return head_losses(model, layers, chosen, methods, results)

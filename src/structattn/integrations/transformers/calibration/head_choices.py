@@ -20,7 +20,6 @@ from structattn.integrations.transformers.calibration.token_losses import WAYS, 
 from structattn.layout.levels import LevelLayout
 from structattn.spec.attention import AttentionSpec, parse_spec
 
-GROUP_SIZES = (64, 32, 16)  # of tokens that are chosen together, and quantized; all heads have the same
 _ROUNDING = {16: 0.0, 8: (15 / 255) ** 2, 4: 1.0}  # what numbers lose, of 4 bits 1: it grows with the square of a step
 _EXACT, _FEWEST = (16, 16), (4, 4)
 _ALL_BITS = (_EXACT, (8, 8), (8, 4), _FEWEST)  # of keys and values: rounded keys lose more
@@ -56,7 +55,7 @@ class HeadChoice:
             keep, block = (groups * self.group_size for groups in WAYS[self.way])
             residual = min(64, 2 * self.group_size)
             return Storage(*self.bits, self.group_size, residual, keep, block, self.recent)
-        return None if self.bits == _EXACT else Storage(*self.bits)
+        return None if self.bits == _EXACT else Storage(*self.bits, self.group_size, 2 * self.group_size)
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ def head_choices(
         length: T, tokens in the cache.
         dtype: of exact numbers.
         methods: what is chosen; otherwise heads see all tokens, or have 16 bits.
-        group_size: where far tokens are chosen.
+        group_size: where far tokens are chosen; heads that keep all tokens have groups of this size or of 64.
     """
     first, found = 0, []
     of_tokens: dict[tuple[int, int], TokenLosses] = {}  # by the number of recent tokens, and of those that wait
@@ -103,7 +102,11 @@ def head_choices(
         of_layer = []
         is_free = layer.shape.window is None and layer.chunk_size is None
         all_bits = _ALL_BITS if "bits" in methods and is_free else (_EXACT,)
-        ways = [HeadChoice(None, some) for some in all_bits]
+        ways = [HeadChoice(None, _EXACT)]
+        rounded = [some for some in all_bits if some != _EXACT]
+        ways += [
+            HeadChoice(None, some, group_size=size) for some in rounded for size in dict.fromkeys((64, group_size))
+        ]
         if "heads" in methods and is_free:
             assert calibration.effects is not None
             narrow = [window for window in calibration.effects.windows if window + SINK_TOKENS < length]
@@ -145,9 +148,10 @@ def _losses(
         text, copies = (x[row, head].clamp(min=0) for x in (effects.text, effects.retrieval))
         found += torch.stack([(1 - COPIES) * text + COPIES * copies, text])
     if way.bits != _EXACT:
-        assert effects is not None
+        assert calibration.bits is not None
         shares = torch.tensor([_ROUNDING[bits] for bits in way.bits], dtype=torch.float64)
-        found += (effects.bits[:, head].clamp(min=0) * shares).sum()
+        text, copies = ((x[:, head] * shares).sum() for x in calibration.bits.of(way.group_size))
+        found += torch.stack([(1 - COPIES) * text + COPIES * copies, text])
     return found
 
 

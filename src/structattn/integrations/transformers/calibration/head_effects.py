@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from structattn.cache.storage.quantize import quantized
 from structattn.errors import CalibrationError
 from structattn.integrations.transformers.attention.call import AttentionCall
 from structattn.integrations.transformers.attention.interface import attend
@@ -30,7 +29,6 @@ from structattn.progress import counted
 SINK_TOKENS = 4  # of the windows that heads are tried with
 _NAME = "structattn_head_effects"
 _POINTS = (1 / 4, 3 / 4)  # of the path of all gates from 1 to 0: the middles of two halves
-_MIDDLE = (1 / 2,)  # enough where a divergence grows with a square, as for small changes
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -46,13 +44,11 @@ class HeadEffects:
         windows: ascending; numbers of recent tokens, to which ``SINK_TOKENS`` first ones are added.
         text: (windows, heads) float64, heads of all layers in their order; on the user's text.
         retrieval: likewise; on tokens that are a copy of what the context has.
-        bits: (2, heads) float64; where far keys have 4 bits, and where far values have, on the user's text.
     """
 
     windows: tuple[int, ...]
     text: Tensor
     retrieval: Tensor
-    bits: Tensor
 
 
 @dataclass(frozen=True)
@@ -98,41 +94,6 @@ def _in_window(window: int) -> Callable[[AttentionCall], Tensor]:
     return less
 
 
-def _in_bits(bits: int, residual: int, *, of_keys: bool) -> Callable[[AttentionCall], Tensor]:
-    """Attention in which keys, or values, outside the last ``residual`` tokens have that many bits."""
-
-    def less(call: AttentionCall) -> Tensor:
-        key, value = call.key, call.value
-        assert isinstance(key, Tensor)
-        assert isinstance(value, Tensor)
-        rough_key = _rounded(key, bits, -2) if of_keys else key
-        rough_value = value if of_keys else _rounded(value, bits, -1)
-        dims, value_dims = call.query.shape[-1], value.shape[-1]
-        # Level 1 has rounded numbers of all tokens, level 2 what recent ones lack.
-        layout = LevelLayout.sliding((dims, dims), (None, residual), "standard", (value_dims, value_dims))
-        both, _ = attend(
-            call._replace(
-                variant=Variant(layout=layout),
-                query=torch.cat([call.query, call.query], dim=-1),
-                key=torch.cat([rough_key, key - rough_key], dim=-1),
-                value=torch.cat([rough_value, value - rough_value], dim=-1),
-                scaling=dims**-0.5 if call.scaling is None else call.scaling,
-            )
-        )
-        return both[..., :value_dims] + both[..., value_dims:]
-
-    return less
-
-
-def _rounded(x: Tensor, bits: int, axis: int, group: int = 64) -> Tensor:
-    """Numbers (..., T, d) in groups along an axis, as a cache stores them; a last group may be shorter."""
-    parts = []
-    for part in x.detach().split(group, dim=axis):
-        codes, scale, zero = quantized(part, bits, axis)
-        parts.append(zero.to(x) + scale.to(x) * codes.to(x))
-    return torch.cat(parts, dim=axis)
-
-
 class _Measurement:
     """The prompts of a model, and what it predicts."""
 
@@ -157,7 +118,6 @@ class _Measurement:
         less: Callable[[AttentionCall], Tensor],
         words: str,
         whole: Tensor | None = None,
-        points: Sequence[float] = _POINTS,
     ) -> Tensor:
         """(heads,): the gradients along the path from all gates at 1 to all at 0, with the other sign.
 
@@ -165,7 +125,6 @@ class _Measurement:
             less: the other output.
             words: of the progress bar, and of what is kept of the passes.
             whole: bool (heads,), those whose gates stay at 1; theirs is 0. Default: none.
-            points: of the path, whose mean is taken.
         """
         moved = torch.ones(self.count, dtype=torch.bool) if whole is None else ~whole
         kept, done = self.results.get(words), self.results.passes(words)
@@ -176,7 +135,7 @@ class _Measurement:
                     self._references[number] = self._predict(prompt, None, less).exp()
                 reference = self._references[number]
                 entropy = torch.special.entr(reference).sum(-1)
-                for point in points:
+                for point in _POINTS:
                     with torch.enable_grad():
                         gates = torch.where(moved, point, 1.0).to(prompt.ids.device).requires_grad_()
                         found = self._predict(prompt, gates, less)
@@ -187,7 +146,7 @@ class _Measurement:
                             "the predictions of the model are NaN or infinite where some heads see less: calibrate "
                             "with retrieval=False, or in float32"
                         )
-                    total = total - moved * slope.double().cpu() / len(points)
+                    total = total - moved * slope.double().cpu() / len(_POINTS)
                 self.results.keep(words, {"total": total}, passes=number + 1)
         return total / len(self.prompts)
 
@@ -207,17 +166,17 @@ def head_effects(
     windows: Sequence[int],
     results: PassResults,
 ) -> HeadEffects:
-    """Measures what key heads lose that see a window, or numbers of 4 bits.
+    """Measures what key heads lose that see a window.
 
     Args:
         model: a plain causal language model; its parameters take no gradients in the meantime.
         layers: those of keys of their own.
         texts: ids (1, T) each, as many as there are prompts of each kind.
-        windows: ascending, shorter than the texts; none: only bits are measured.
+        windows: ascending, shorter than the texts.
         results: what is kept of passes.
 
     Cost: for each window 4 forward and 4 backward passes of each text, and of a retrieval prompt as long;
-        2 of each text for the bits; and a plain forward pass of each.
+        and a plain forward pass of each.
 
     Source: ours. Gates between full attention and a window: DuoAttention (arXiv 2410.10819), which trains
         them; the path integral: Sundararajan et al. 2017 (integrated gradients), whose parts sum to all.
@@ -228,9 +187,7 @@ def head_effects(
     with parameters_without_gradients(model):
         found: dict[str, Tensor] = {}
         whole: Tensor | None = None
-        if not windows:
-            found = {kind: torch.zeros(0, of_text.count, dtype=torch.float64) for kind in ("text", "retrieval")}
-        for words in ("heads that look far back", "the other heads") if windows else ():
+        for words in ("heads that look far back", "the other heads"):
             for kind, measured in (("text", of_text), ("retrieval", of_copies)):
                 rows = [
                     measured.effects(_in_window(window), f"{words}, {kind}, windows of {window}", whole)
@@ -241,10 +198,4 @@ def head_effects(
                 scores = (1 - COPIES) * found["text"].sum(0) + COPIES * found["retrieval"].sum(0)
                 whole = torch.zeros(of_text.count, dtype=torch.bool)
                 whole[scores.topk(of_text.count // 3).indices] = True
-        bits = torch.stack(
-            [
-                of_text.effects(_in_bits(4, 128, of_keys=of_keys), f"{words} in 4 bits", points=_MIDDLE)
-                for of_keys, words in ((True, "keys"), (False, "values"))
-            ]
-        )
-    return HeadEffects(windows=tuple(windows), text=found["text"], retrieval=found["retrieval"], bits=bits)
+    return HeadEffects(windows=tuple(windows), text=found["text"], retrieval=found["retrieval"])

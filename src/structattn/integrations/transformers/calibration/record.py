@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from structattn.checks import check_path
 from structattn.errors import ConfigError
+from structattn.integrations.transformers.calibration.bit_losses import BitLosses
 from structattn.integrations.transformers.calibration.discovery import FoundAttention
 from structattn.integrations.transformers.calibration.head_effects import HeadEffects
 from structattn.integrations.transformers.calibration.moments import Moments
@@ -24,7 +25,8 @@ from structattn.tensor_files import read_tensors, write_tensors
 
 FORMAT_VERSION = 1
 _KEY = "structattn_calibration"
-_EFFECTS = ("text", "retrieval", "bits")
+_EFFECTS = ("text", "retrieval")
+_KINDS = ("text", "copies")
 _OLD_TOKENS = {"recent": 256, "exponent": 1.0, "of_text": 1.0}  # of files of before that do not say it
 _OPTIONS = ("scale", "sensitivity", "has_key_basis", "has_value_basis", "has_key_bias", "chunk_size")
 
@@ -118,6 +120,7 @@ class Calibration:
         element_size: bytes of a cached number in the dtype of the model.
         effects: of single key heads; ``None`` where they were not measured.
         tokens: how key heads score tokens; ``None`` where that was not measured.
+        bits: what key heads lose by fewer bits; ``None`` where that was not measured.
     """
 
     layers: tuple[LayerCalibration, ...]
@@ -126,6 +129,7 @@ class Calibration:
     element_size: int
     effects: HeadEffects | None = None
     tokens: TokenScores | None = None
+    bits: BitLosses | None = None
 
     @property
     def digest(self) -> str:
@@ -168,8 +172,10 @@ class Calibration:
             tensors |= {f"effects.{name}": getattr(self.effects, name).contiguous() for name in _EFFECTS}
         if self.tokens is not None:
             losses = self.tokens.losses
-            tensors |= {"tokens.text": losses.text.contiguous(), "tokens.copies": losses.copies.contiguous()}
+            tensors |= {f"tokens.{name}": getattr(losses, name).contiguous() for name in _KINDS}
             tensors |= {f"tokens.{n}": scorer.contiguous() for n, scorer in enumerate(self.tokens.scorers)}
+        if self.bits is not None:
+            tensors |= {f"bits.{name}": getattr(self.bits, name).contiguous() for name in _KINDS}
         write_tensors(path, _KEY, _plain(self), tensors)
 
     @classmethod
@@ -190,10 +196,10 @@ class Calibration:
             )
             for number, (shape, options) in enumerate(zip(data["layers"], data["options"], strict=True))
         )
-        windows = data.get("windows")  # files of before have none, and no recent tokens
-        effects = {} if windows is None else {name: tensors[f"effects.{name}"] for name in _EFFECTS}
-        if effects and effects["bits"].dim() == 1:  # of before: of keys and values together
-            effects["bits"] = effects["bits"].expand(2, -1) / 2
+        windows = data.get("windows")  # none in files of before, and without heads
+        effects = None
+        if windows:
+            effects = HeadEffects(windows=tuple(windows), **{name: tensors[f"effects.{name}"] for name in _EFFECTS})
         tokens = None
         scorers = tuple(tensors[f"tokens.{n}"] for n in range(len(layers)) if f"tokens.{n}" in tensors)
         of_tokens = data.get("tokens", {})
@@ -201,16 +207,30 @@ class Calibration:
             options = {name: of_tokens.get(name, old) for name, old in _OLD_TOKENS.items()}
             tokens = TokenScores(scorers=scorers, losses=TokenLosses.of_file(losses, **options))
         elif of_tokens:
-            found = {name: tensors[f"tokens.{name}"] for name in ("text", "copies")}
+            found = {name: tensors[f"tokens.{name}"] for name in _KINDS}
             tokens = TokenScores(scorers=scorers, losses=TokenLosses(recents=tuple(of_tokens["recents"]), **found))
         return cls(
             layers=layers,
             block_sizes=tuple(data["block_sizes"]),
             context_length=data["context_length"],
             element_size=data["element_size"],
-            effects=None if windows is None else HeadEffects(windows=tuple(windows), **effects),
+            effects=effects,
             tokens=tokens,
+            bits=_bits(data, tensors),
         )
+
+
+def _bits(data: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> BitLosses | None:
+    """Those of a file. Files of before have one group size, and text without copies; some of them have keys
+    and values together.
+    """
+    if sizes := data.get("group_sizes"):
+        return BitLosses(group_sizes=tuple(sizes), **{name: tensors[f"bits.{name}"] for name in _KINDS})
+    old = tensors.get("effects.bits")
+    if old is None:
+        return None
+    both = (old.expand(2, -1) / 2 if old.dim() == 1 else old)[None]
+    return BitLosses(group_sizes=(64,), text=both, copies=both)
 
 
 def _plain(calibration: Calibration) -> dict[str, Any]:
@@ -224,5 +244,6 @@ def _plain(calibration: Calibration) -> dict[str, Any]:
         "context_length": calibration.context_length,
         "element_size": calibration.element_size,
         "windows": None if calibration.effects is None else calibration.effects.windows,
+        "group_sizes": None if calibration.bits is None else calibration.bits.group_sizes,
         "tokens": {} if tokens is None else {"recents": tokens.losses.recents},
     }

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +16,23 @@ from structattn.errors import CalibrationError, ConfigError
 from structattn.integrations.transformers.attention.arguments import POSITION_BIAS
 from structattn.integrations.transformers.attention.call import AttentionCall
 from structattn.integrations.transformers.attention.interface import attend
+from structattn.integrations.transformers.calibration.bit_losses import GROUP_SIZES, BitLosses, rounding_losses
 from structattn.integrations.transformers.calibration.discovery import FoundAttention, observed, register_observer
+from structattn.integrations.transformers.calibration.methods import Method
+from structattn.integrations.transformers.calibration.output_gradients import (
+    AttentionOutput,
+    Measure,
+    losses_by_gradient,
+    told_states,
+)
 from structattn.integrations.transformers.calibration.pass_results import PassResults
 from structattn.integrations.transformers.calibration.prompts import (
     ScoredText,
     log_probabilities,
-    parameters_without_gradients,
     retrieval_prompt,
     text_prompt,
 )
-from structattn.integrations.transformers.calibration.query_terms import of_queries
+from structattn.integrations.transformers.calibration.query_terms import weights_of_queries
 from structattn.integrations.transformers.calibration.token_losses import WAYS, TokenLosses, losses_of_head
 from structattn.integrations.transformers.masks.structured_mask import Sequences
 from structattn.integrations.transformers.variant import Variant
@@ -37,6 +43,7 @@ RECENTS = (64, 128, 256, 512, 1024)  # numbers of recent tokens, of these those 
 _NAME = "structattn_token_scores"
 _QUERIES = 128  # whose weights are held at once
 _MEASURED = 512  # queries of a text at which losses are measured
+_TEXTS = 2  # on which bits alone are measured
 _FAR = 128  # tokens between a query and the tokens that it looks back at; in a short text fewer
 _LEAST = 1e-3  # of the mean use of a token: below this all are alike
 _RIDGE = 0.01  # relative to the variance of each number of a hidden state
@@ -45,7 +52,7 @@ _FITTED_TOKENS = 8192  # enough for scorers; what heads lose varies more from te
 _SHORTEST = 128
 # Names in partial calibrations: none that files of before have, whose numbers are others.
 _SUMS, _SCORERS = "sums of uses", "scorers of uses"
-_LOST, _CHANGES = "losses by tokens of little use", "changes by tokens of little use"
+_CHANGES = "changes by tokens of little use"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -127,21 +134,6 @@ def _with_one(x: Tensor) -> Tensor:
 
 
 @dataclass
-class _Measured:
-    """The attention of a layer in a forward pass.
-
-    Attributes:
-        call: its queries, keys and values.
-        scores: (G, T) of its tokens.
-        change: zeros (1, T, H, V) that were added to its output, whose gradient is asked for.
-    """
-
-    call: AttentionCall
-    scores: Tensor
-    change: Tensor
-
-
-@dataclass
 class _Pass:
     """What the attention of a forward pass does.
 
@@ -151,14 +143,12 @@ class _Pass:
             where a text is read with less.
         choices: (way, recent) of each head of all layers, in the order of ``fits``: which of ``WAYS`` its
             tokens stay in, and how many recent ones stay besides. ``None``: all tokens stay.
-        measured: gets the attention of each layer, in their order, where it is a list.
         states: of the module whose attention comes next, (T, E).
     """
 
     fits: dict[nn.Module, _LayerFit]
     length: int = 0
     choices: Sequence[tuple[int, int]] | None = None
-    measured: list[_Measured] | None = None
     states: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
 
 
@@ -176,11 +166,6 @@ def _attention(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         uses = _uses(call, this.length)
         fit.add(this.states[: uses.shape[1]], uses)
         return attend(call)
-    if this.measured is not None:
-        whole, _ = attend(call)
-        change = torch.zeros_like(whole, requires_grad=True)
-        this.measured.append(_Measured(call, fit.scores(this.states), change))
-        return whole + change, None
     if this.choices is None:
         return attend(call)
     place = list(this.fits).index(call.module)
@@ -212,16 +197,6 @@ def _check_bias(call: AttentionCall) -> None:
         )
 
 
-def _weights(call: AttentionCall, start: int, stop: int) -> Tensor:
-    """The weights of queries ``start`` ... ``stop`` - 1 over all tokens up to the last, (H, M, stop)."""
-    assert isinstance(call.key, Tensor)
-    terms = call.terms(call.arguments.get(POSITION_BIAS))
-    q, k = call.query[0, :, start:stop].float(), call.key[0, :, :stop].float()
-    if terms.has_scale_only:
-        return _plain_weights(q, k, terms.scale)
-    return Variant().weights(q[None], k[None], of_queries(terms, 0, 0, start, stop), sequences=Sequences())[0]
-
-
 def _uses(call: AttentionCall, length: int) -> Tensor:
     """How much later tokens look back at each of a text of ``length`` tokens, which a copy follows: the mean
     square of the weights of the text, and that of the copy, over the query heads of a key head, (G, n). Not
@@ -235,23 +210,12 @@ def _uses(call: AttentionCall, length: int) -> Tensor:
     starts = [*range(0, length, _QUERIES), *range(length, end, _QUERIES)]
     for start, stop in zip(starts, [*starts[1:], end], strict=True):
         last = min(stop, length)
-        weights = _weights(call, start, stop)[:, :, :last].unflatten(0, (heads, -1))
+        weights = weights_of_queries(call, start, stop)[:, :, :last].unflatten(0, (heads, -1))
         is_far = place[:last] <= torch.arange(start, stop, device=place.device)[:, None] - far
         squares[int(start >= length), :, :last] += (weights * is_far).square().mean(dim=1).sum(dim=1)
     count = length - 2 * far
     in_text = (length - far - place[:count]).clamp(min=1)
     return squares[0, :, :count] / in_text + squares[1, :, :count] / length
-
-
-def _plain_weights(q: Tensor, k: Tensor, scale: float | None) -> Tensor:
-    """The weights (H, M, S) of the last M queries (H, M, D) over keys (G, S, D), without copies of keys."""
-    count, length = q.shape[1], k.shape[1]
-    scale = q.shape[2] ** -0.5 if scale is None else scale
-    scores = (q.unflatten(0, (len(k), -1)).flatten(1, 2) * scale) @ k.mT
-    scores = scores.unflatten(1, (-1, count)).flatten(0, 1)
-    future = torch.ones((count, count), dtype=torch.bool, device=q.device).triu(1)
-    scores[:, :, length - count :].masked_fill_(future, -torch.inf)
-    return scores.softmax(dim=-1)
 
 
 def _seen(scores: Tensor, choices: Sequence[tuple[int, int]]) -> Tensor:
@@ -266,26 +230,23 @@ def _seen(scores: Tensor, choices: Sequence[tuple[int, int]]) -> Tensor:
 def _running(model: PreTrainedModel, this: _Pass) -> Iterator[None]:
     """A context in which forward passes of a model do what ``this`` says."""
 
-    def remember(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        this.states = states[0]
-
-    handles = [module.register_forward_pre_hook(remember, with_kwargs=True) for module in this.fits]
     _active.append(this)
     try:
-        with observed(model, _NAME):
+        with observed(model, _NAME), told_states([*this.fits], lambda states: setattr(this, "states", states)):
             yield
     finally:
         _active.pop()
-        for handle in handles:
-            handle.remove()
 
 
-def token_scores(
-    model: PreTrainedModel, layers: Sequence[FoundAttention], texts: Sequence[Tensor], results: PassResults
-) -> TokenScores | None:
+def head_losses(
+    model: PreTrainedModel,
+    layers: Sequence[FoundAttention],
+    texts: Sequence[Tensor],
+    methods: set[Method],
+    results: PassResults,
+) -> tuple[TokenScores | None, BitLosses | None]:
     """Finds a linear map from the hidden state of a token to how much later tokens will look back at it, for
-    each key head.
+    each key head; what heads lose where only some tokens stay; and what they lose by fewer bits.
 
     How much a token is needed is the mean square of the weights that later tokens give it: those of its
     text, and of the same text read once more, directly after it, where heads look up whatever they can look
@@ -296,38 +257,51 @@ def token_scores(
         model: a plain causal language model.
         layers: those of keys of their own.
         texts: ids (1, T) each, half as long as the model can read at most. Scorers are fitted to the first
-            8,192 tokens, or half of the texts; the others measure losses.
+            8,192 tokens, or half of the texts; the others measure losses. Without scorers two of them do.
+        methods: with ``"tokens"`` tokens are scored; with ``"bits"`` losses by bits are measured.
         results: what is kept of passes.
 
     Returns:
-        ``None`` where the texts are too short.
+        ``None`` for what was not asked for, and for tokens where the texts are too short.
 
     Cost: a forward pass of 2 T tokens of each text, and the weights that all of them give its T. Of each that
         is held out, two times (as it is, and with copies in it): a forward and a backward pass of T, sums
-        over the weights of 512 queries for each of ``WAYS``, and two forward passes of T. Memory: the
-        activations of a backward pass; for each layer 8 E^2 bytes before that.
+        over the weights of 512 queries for each of ``WAYS``, or for each group size of bits, and two forward
+        passes of T. Memory: the activations of a backward pass; for each layer 8 E^2 bytes before that.
 
     Source: weights of a repeated context: KVzip (arXiv 2505.23416); their prediction from hidden states:
         KVzap (2601.07891), which takes the tokens above a threshold. A fixed number of each group for each
         head, so that the bytes are known before, and the losses, are ours.
     """
-    texts = [text for text in texts if text.shape[1] >= _SHORTEST]
-    if not texts:
-        return None
-    fits = {layer.module: _LayerFit(layer) for layer in layers}
-    fitted, held = _divided(texts)
-    _fit(model, fits, fitted, results)
-    recents = tuple(recent for recent in RECENTS if 2 * recent <= min(text.shape[1] for text in held))
+    measures: dict[str, Measure] = {"bits": rounding_losses} if "bits" in methods else {}
+    held = texts[:_TEXTS]
+    fits: dict[nn.Module, _LayerFit] = {}
+    recents: tuple[int, ...] = ()
+    if long := [text for text in texts if text.shape[1] >= _SHORTEST and "tokens" in methods]:
+        fits = {layer.module: _LayerFit(layer) for layer in layers}
+        fitted, held = _divided(long)
+        _fit(model, fits, fitted, results)
+        recents = tuple(recent for recent in RECENTS if 2 * recent <= min(text.shape[1] for text in held))
+        measures["tokens"] = lambda output, slope: _lost(fits[output.call.module], output, slope, recents)
+    if not measures:
+        return None, None
     generator = torch.Generator().manual_seed(0)
     prompts: list[ScoredText] = []
     for text in held:
         prompts += [text_prompt(text), retrieval_prompt(text, generator)]
-    losses = _losses(model, fits, prompts, recents, results)
-    choices = losses.choices(_SHARE, min(text.shape[1] for text in held))
-    return TokenScores(
-        scorers=tuple(fit.scorer.cpu() for fit in fits.values() if fit.scorer is not None),
-        losses=losses.scaled(choices, *_changes(model, fits, prompts, choices, results)),
-    )
+    found = losses_by_gradient(model, layers, prompts, measures, results)
+    tokens, bits = None, None
+    if "bits" in found:
+        of_text, copies = found["bits"].permute(0, 2, 3, 1)
+        bits = BitLosses(group_sizes=GROUP_SIZES, text=of_text.contiguous(), copies=copies.contiguous())
+    if "tokens" in found:
+        losses = TokenLosses(recents=recents, text=found["tokens"][0], copies=found["tokens"][1])
+        choices = losses.choices(_SHARE, min(text.shape[1] for text in held))
+        tokens = TokenScores(
+            scorers=tuple(fit.scorer.cpu() for fit in fits.values() if fit.scorer is not None),
+            losses=losses.scaled(choices, *_changes(model, fits, prompts, choices, results)),
+        )
+    return tokens, bits
 
 
 def _divided(texts: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
@@ -371,44 +345,10 @@ def _fit(
     results.keep(_SCORERS, found, drop=(_SUMS,))
 
 
-def _losses(
-    model: PreTrainedModel,
-    fits: dict[nn.Module, _LayerFit],
-    prompts: Sequence[ScoredText],
-    recents: Sequence[int],
-    results: PassResults,
-) -> TokenLosses:
-    """What heads lose by tokens that do not stay, to second order, of prompts of text and copies in turn."""
-    kept, done = results.get(_LOST), results.passes(_LOST)
-    sums = None if kept is None else kept["sums"]
-    for count, prompt in enumerate(counted(prompts[done:], "what heads lose without far tokens"), start=done):
-        this = _Pass(fits, measured=[])
-        assert this.measured is not None
-        with parameters_without_gradients(model), _running(model, this), torch.enable_grad():
-            found = log_probabilities(model, prompt)
-            # Drawn from the predictions, so that squared gradients are what a divergence grows with.
-            generator = torch.Generator().manual_seed(count)
-            drawn = torch.multinomial(found.detach().exp().cpu(), 1, generator=generator).to(found.device)
-            total = found.gather(1, drawn).sum()
-            slopes = torch.autograd.grad(total, [one.change for one in this.measured])
-        lost = torch.cat([_lost(one, slope[0], recents) for one, slope in zip(this.measured, slopes, strict=True)])
-        if not bool(lost.isfinite().all()):
-            raise CalibrationError(
-                "the gradients of the predictions of the model are NaN or infinite: calibrate with retrieval=False, or "
-                "in float32"
-            )
-        sums = torch.zeros((2, *lost.shape), dtype=torch.float64) if sums is None else sums
-        sums[count % 2] += lost.cpu() / len(prompt.scored)
-        results.keep(_LOST, {"sums": sums}, passes=count + 1)
-    assert sums is not None
-    text, copies = sums / (len(prompts) / 2)
-    return TokenLosses(recents=tuple(recents), text=text, copies=copies)
-
-
 @torch.no_grad()
-def _lost(one: _Measured, slope: Tensor, recents: Sequence[int]) -> Tensor:
+def _lost(fit: _LayerFit, output: AttentionOutput, slope: Tensor, recents: Sequence[int]) -> Tensor:
     """What the heads of a layer lose, (G, ways, recents), summed over the queries of the second half."""
-    call, scores = one.call, one.scores
+    call, scores = output.call, fit.scores(output.states)
     value = call.value
     assert isinstance(value, Tensor)
     heads, length = scores.shape
@@ -418,7 +358,7 @@ def _lost(one: _Measured, slope: Tensor, recents: Sequence[int]) -> Tensor:
     for start in range(length // 2, length, _QUERIES * step):
         stop = min(start + _QUERIES * step, length)
         rows = torch.arange(start, stop, step, device=scores.device)
-        weights = _weights(call, start, stop)[:, ::step].unflatten(0, (heads, -1))
+        weights = weights_of_queries(call, start, stop)[:, ::step].unflatten(0, (heads, -1))
         of_rows = slope[rows].float().transpose(0, 1).unflatten(0, (heads, -1))
         for head in range(heads):
             v = value[0, head * value.shape[1] // heads, :stop].float()

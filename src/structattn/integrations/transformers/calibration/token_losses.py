@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from structattn.integrations.transformers.calibration.prompts import COPIES
@@ -13,6 +14,7 @@ from structattn.integrations.transformers.calibration.prompts import COPIES
 # How many groups of tokens stay of how many, by the share that does.
 WAYS = ((0, 8), (1, 16), *((keep, 8) for keep in range(1, 8)))
 _SMALLEST = 1e-12  # of a loss in nats: below this all are alike
+_SEGMENT = 64  # tokens that are summed before all that come before one are
 _LEAST_LEFT = 1e-4  # of the weight of a query: where less stays, it is as if so much did
 _LARGEST_FACTOR = 8.0  # between what is measured and what was expected to second order
 _STEEPEST = 2.0  # power with which losses fall with the recent tokens, between numbers that were measured and beyond
@@ -128,14 +130,21 @@ def losses_of_head(weights: Tensor, worth: Tensor, lost: Tensor, rows: Tensor, r
     Returns:
         (ways, recents) float64, summed over the queries.
     """
-    far = rows[:, None] - torch.tensor(recents, device=rows.device)  # the last token that is not recent
-    place, is_there = far.clamp(min=0).expand(len(weights), -1, -1), far >= 0
+    counts = (rows[:, None] - torch.tensor(recents, device=rows.device) + 1).clamp(min=0)  # tokens not recent
+    of_way = F.pad(lost.to(weights), (0, -lost.shape[1] % _SEGMENT)).unflatten(-1, (-1, _SEGMENT))
+    place = (counts // _SEGMENT).clamp(max=of_way.shape[1] - 1)  # the segment that may be recent in part
+    within = torch.arange(_SEGMENT, device=rows.device) < (counts - place * _SEGMENT)[..., None]
+    of_part = of_way[:, place] * within
+
+    def lost_of(x: Tensor) -> Tensor:
+        """The sums (R, M, ways, recents) over the tokens that go: of whole segments, and of one in part."""
+        x = F.pad(x, (0, -x.shape[-1] % _SEGMENT)).unflatten(-1, (-1, _SEGMENT))
+        before = F.pad(torch.einsum("rmnk,wnk->rmwn", x, of_way).cumsum(-1), (1, 0))
+        before = before.gather(-1, place[None, :, None].expand(len(x), -1, len(lost), -1))
+        part = x.gather(2, place[None, :, :, None].expand(len(x), -1, -1, _SEGMENT))
+        return before + torch.einsum("rmek,wmek->rmwe", part, of_part)
+
     shares = weights * worth
-    whole = shares.sum(-1, keepdim=True)
-    found = []
-    for of_way in lost:
-        gone = (weights * of_way).cumsum(-1).gather(-1, place) * is_there
-        of_gone = (shares * of_way).cumsum(-1).gather(-1, place) * is_there
-        change = (whole - of_gone) / (1 - gone).clamp(min=_LEAST_LEFT) - whole
-        found.append(change.sum(0).double().square().sum(0) / 2)  # of all query heads together
-    return torch.stack(found)
+    whole = shares.sum(-1)[..., None, None]
+    change = (whole - lost_of(shares)) / (1 - lost_of(weights)).clamp(min=_LEAST_LEFT) - whole
+    return change.sum(0).double().square().sum(0) / 2  # of all query heads together

@@ -69,20 +69,20 @@ void add_scores(const T* q, int64_t q_row, const S* x, int64_t stride, int64_t d
   }
 }
 
-// Makes scores weights that sum to 1.
+// Makes scores weights, of which the largest is 1, and returns their sum.
 template <typename T>
-void softmax(T* x, int64_t size) {
+T weigh(T* x, int64_t size) {
   using V = Vec<T>;
   constexpr int64_t W = V::size();
   T most = x[0];
   int64_t c = 0;
-  if (size >= W) {
+  if (size >= W) {  // where a score is no number, the sum is none, whatever is found here
     const V first = V::loadu(x);
     V top[4] = {first, first, first, first};  // which do not wait for each other
     for (; c + 4 * W <= size; c += 4 * W)
 #pragma GCC unroll 4
-      for (int n = 0; n < 4; ++n) top[n] = maximum(top[n], V::loadu(x + c + n * W));
-    for (; c + W <= size; c += W) top[0] = maximum(top[0], V::loadu(x + c));
+      for (int n = 0; n < 4; ++n) top[n] = larger_or_last(top[n], V::loadu(x + c + n * W));
+    for (; c + W <= size; c += W) top[0] = larger_or_last(top[0], V::loadu(x + c));
     most = largest_of(maximum(maximum(top[0], top[1]), maximum(top[2], top[3])));
   }
   for (; c < size; ++c) most = std::max(most, x[c]);
@@ -95,9 +95,7 @@ void softmax(T* x, int64_t size) {
     added = added + e;
   }
   for (; c < size; ++c) total += x[c] = exponential(x[c] - most);
-  total += sum_of(added);
-  const T factor = 1 / total;
-  for (c = 0; c < size; ++c) x[c] *= factor;
+  return total + sum_of(added);
 }
 
 // out[m] += sum over c of a[m][c] b[c], for M rows of a `row` apart.
@@ -662,7 +660,13 @@ void attend_together(const std::vector<Weighed<S, Span>>& softmaxes, int64_t key
       add_span_scores<S, M>(q + span.first, room.dim, span, key_row, weight + span.column, room.columns);
     }
     add_groups_to(room.dim);  // where a query sees codes only
-    for (int m = 0; m < M; ++m) softmax<T>(weight + m * room.columns, one.columns);
+    // The sums so far are multiplied by the sum of the weights, since all are divided by it afterwards.
+    T total[M];
+    for (int m = 0; m < M; ++m) {
+      total[m] = weigh<T>(weight + m * room.columns, one.columns);
+      T* const own = sums + m * room.value_dim;
+      for (int64_t d = 0; d < room.value_dim && &one != softmaxes.data(); ++d) own[d] *= total[m];
+    }
     for (const Span<S>& span : one.values)
       add_span_values<S, M>(weight + span.column, room.columns, span, value_row, sums + span.first, room.value_dim);
     T* const lanes = room.group.lanes();
@@ -680,6 +684,8 @@ void attend_together(const std::vector<Weighed<S, Span>>& softmaxes, int64_t key
           sums[m * room.value_dim + span.first + d] +=
               sum_of(Vec<T>::loadu(lanes + m * room.group.lanes_row + d * Codes<T>::W));
     }
+    for (int m = 0; m < M; ++m)
+      for (int64_t d = 0; d < room.value_dim; ++d) sums[m * room.value_dim + d] /= total[m];
   }
 }
 

@@ -115,10 +115,28 @@ inline Vec<T> maximum(Vec<T> a, Vec<T> b) {
   return (a.raw > b.raw) | (a.raw != a.raw) ? a.raw : b.raw;
 }
 
+// The larger ones in one instruction: where one of the two is no number, those of b.
+template <typename T>
+inline Vec<T> larger_or_last(Vec<T> a, Vec<T> b) {
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<T, float>)
+    return typename Vec<T>::Raw(_mm512_max_ps(a.raw, b.raw));
+  else
+    return typename Vec<T>::Raw(_mm512_max_pd(a.raw, b.raw));
+#elif defined(__AVX2__)
+  if constexpr (std::is_same_v<T, float>)
+    return typename Vec<T>::Raw(_mm256_max_ps(a.raw, b.raw));
+  else
+    return typename Vec<T>::Raw(_mm256_max_pd(a.raw, b.raw));
+#else
+  return a.raw > b.raw ? a.raw : b.raw;
+#endif
+}
+
 // At least `least`; what is no number stays none.
 template <typename T>
 inline Vec<T> clamp_min(Vec<T> x, Vec<T> least) {
-  return least.raw > x.raw ? least.raw : x.raw;
+  return larger_or_last(least, x);
 }
 
 // Whether every number of a is at most that of b; what is no number is not.

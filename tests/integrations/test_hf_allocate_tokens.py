@@ -143,7 +143,7 @@ def test_weights_are_those_of_the_score() -> None:
 @pytest.mark.quick(size=[16])
 @pytest.mark.parametrize("size", GROUP_SIZES)
 def test_losses_by_bits_sum_to_what_is_measured(model, texts, found, size) -> None:
-    """Of keys alone, and of values alone, in the cache itself; the last texts are those that measure losses."""
+    """Of keys alone, and of values alone, in the cache itself; the last texts measure losses."""
     texts = texts[2:]
     for row, bits in enumerate(((4, 16), (16, 4))):
         changed = structurize(copy.deepcopy(model), "standard", storage=sa.Storage(*bits, size, 2 * size))

@@ -171,7 +171,7 @@ def test_a_calibration_goes_on_where_it_was_interrupted(model, text, tmp_path, f
 
     out, partial = tmp_path / "out", tmp_path / "out" / "partial-calibration.safetensors"
     with monkeypatch.context() as stopped:
-        stopped.setattr(collect, "token_scores", stop)
+        stopped.setattr(collect, "head_losses", stop)
         with pytest.raises(KeyboardInterrupt):
             shrink(model, text, out, **SMALL)
     assert partial.exists()

@@ -51,7 +51,7 @@ Measure = Callable[[AttentionOutput, Tensor], Tensor]
 
 
 @dataclass
-class _Pass:
+class _MeasuredPass:
     """A forward pass: its modules, what their attention was so far, and the states that reached the last."""
 
     modules: frozenset[nn.Module]
@@ -59,7 +59,7 @@ class _Pass:
     states: Tensor
 
 
-_active: list[_Pass] = []
+_active: list[_MeasuredPass] = []
 
 
 def _attention(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
@@ -136,7 +136,7 @@ def _outputs(
     model: PreTrainedModel, modules: Sequence[nn.Module], prompt: ScoredText, seed: int
 ) -> list[tuple[AttentionOutput, Tensor]]:
     """The attention of each module, and the gradient by its output."""
-    this = _Pass(frozenset(modules), [], torch.zeros(0, 0))
+    this = _MeasuredPass(frozenset(modules), [], torch.zeros(0, 0))
     _active.append(this)
     try:
         with parameters_without_gradients(model), observed(model, _NAME), torch.enable_grad():

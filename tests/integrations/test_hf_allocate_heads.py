@@ -182,6 +182,8 @@ def test_files_keep_effects_and_old_files_have_none(found, tmp_path) -> None:
             for losses in bits.of(size):
                 assert losses.shape == of_both.shape
                 assert torch.allclose(losses.sum(dim=0), of_both.sum(dim=0))
+    write_tensors(tmp_path / "signed.safetensors", key, plain, {**tensors, "effects.bits": -of_both})
+    assert all(float(x.min()) == 0 for x in Calibration.load(tmp_path / "signed.safetensors").bits.of(64))
     del plain["windows"]
     kept = {name: x for name, x in tensors.items() if not name.startswith("effects.")}
     write_tensors(tmp_path / "old.safetensors", key, plain, kept)

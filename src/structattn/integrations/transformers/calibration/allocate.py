@@ -102,7 +102,8 @@ def allocate(
     of recent ones and the first four. The loss of a choice is the head's part of the change of the
     predictions, as ``calibrate`` measured it; copies of far text have a tenth of the weight. Where far tokens
     are chosen, groups have 16, 32 or 64 tokens, whichever loses least; all heads have the same, and at least
-    four groups of recent tokens. Tokens of a block that is not decided on are recent too.
+    four groups of recent tokens; heads that keep all tokens have groups of that size, or of 64. Tokens of a
+    block that is not decided on are recent too.
     ``expected_loss`` is of text, without copies.
 
     With ``"levels"``, every layer gets two to five levels, of keys and of values, instead: level 1 keeps r_1

@@ -229,7 +229,7 @@ def _bits(data: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> BitLosses |
     old = tensors.get("effects.bits")
     if old is None:
         return None
-    both = (old.expand(2, -1) / 2 if old.dim() == 1 else old)[None]
+    both = (old.expand(2, -1) / 2 if old.dim() == 1 else old).clamp(min=0)[None]  # those were signed
     return BitLosses(group_sizes=(64,), text=both, copies=both)
 
 

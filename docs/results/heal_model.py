@@ -1,14 +1,16 @@
 """Trains what docs/results/real-model.md#training calls trained, and measures it.
 
 A copy of a model whose cache chooses tokens learns the predictions of the original: low-rank adapters on the
-projections of attention, a window a time. Then the original, the copy and the trained copy each read the same
-contexts and go on with their own caches. Run it as
+projections of attention, a window a time. Then the original and the trained weights read the same contexts,
+and go on with all tokens and with the chosen ones, as in real_model.py. Run it as
 
     python heal_model.py MODEL CALIBRATION --train TRAIN.txt --measure OTHER.txt --windows 40 --out healed.csv
 
 with the folder of a model and what ``calibrate(...).save`` wrote; for a sixteenth at 8,192 tokens add
 
     --compression 16 --context 8192 --trained-context 4096 --dtype float32 --per-step 1 --measured 5
+
+Trained weights are kept: with them, ``--prompts 5`` and another ``--out`` look for more far back.
 """
 
 import argparse
@@ -19,12 +21,14 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from real_model import STEPS, change, loss, of_windows, predicted
+from real_model import STEPS, Kept, Reader, measured, of_windows
+from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from structattn.integrations.transformers import Calibration, allocate, level_cache, structurize
-from structattn.integrations.transformers.caches.model_cache import CACHE
+from structattn.integrations.transformers import Calibration, allocate, structurize
+from structattn.integrations.transformers.calibration.prompts import retrieval_prompt
+from structattn.integrations.transformers.evaluation.retrieval import retrieval_prompts
 from structattn.integrations.transformers.evaluation.texts import windows_of
 from structattn.progress import counted
 
@@ -67,6 +71,8 @@ def trained(original, chosen, tokens, arguments):
     for step in counted(range(arguments.windows), "training"):
         start = int(torch.randint(len(tokens) - length, (1,), generator=draw))
         window = tokens[None, start : start + length]
+        if torch.rand((), generator=draw) < arguments.copies:
+            window = retrieval_prompt(window, draw).ids
         with torch.no_grad():
             wanted = teacher.model(window, use_cache=False).last_hidden_state[0]
         states = student.model(window, use_cache=False).last_hidden_state
@@ -89,13 +95,6 @@ def trained(original, chosen, tokens, arguments):
     return {name: adapter.merged() for name, adapter in adapters.items()}
 
 
-@torch.no_grad()
-def after_context(model, cache, window, context):
-    """What a model predicts after a context that it reads itself, with its own cache."""
-    model(window[None, :context], logits_to_keep=1, **{CACHE: cache})
-    return predicted(model, cache, window, context)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
@@ -104,47 +103,65 @@ def main() -> None:
     parser.add_argument("--measure", type=Path, required=True)
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--trained-context", type=int, help="of the windows to train on; default: the context")
-    parser.add_argument("--compression", type=float, default=8)
+    parser.add_argument("--compression", type=int, nargs="+", default=[8], help="train for the first, measure all")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of training")
     parser.add_argument("--per-step", type=int, default=2, help="windows of a step")
     parser.add_argument("--windows", type=int, default=40, help="to train on")
-    parser.add_argument("--measured", type=int, default=8, help="windows to measure on")
-    parser.add_argument("--out", type=Path, default=Path("healed.csv"))
+    parser.add_argument("--copies", type=float, default=0.0, help="share of them in whose end spans come again")
     parser.add_argument("--rate", type=float, default=6e-4)
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--weights", type=Path, default=Path("healed.safetensors"), help="kept, and used again")
+    parser.add_argument("--measured", type=int, default=8, help="windows to measure on")
+    parser.add_argument("--prompts", type=int, default=0, help="of each task at each distance, to measure on")
+    parser.add_argument("--task", action="append", help="of retrieval; may be given several times; default: all")
+    parser.add_argument("--distance", action="append", type=int, help="in tokens; default: a half and seven eighths")
+    parser.add_argument("--out", type=Path, default=Path("healed.csv"))
     arguments = parser.parse_args()
     torch.manual_seed(0)
+    context = arguments.context
     original = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    train, measured = (
-        torch.tensor(tokenizer(path.read_text(), verbose=False).input_ids)
-        for path in (arguments.train, arguments.measure)
-    )
-    chosen = allocate(
-        Calibration.load(arguments.calibration), compression=arguments.compression, context_length=arguments.context
-    )
-    weights = trained(original, chosen, train, arguments)
-    smaller = structurize(deepcopy(original), chosen)
-    healed = structurize(deepcopy(original), chosen)
+
+    def tokens_of(path):
+        return torch.tensor(tokenizer(path.read_text()[:3_000_000], verbose=False).input_ids)
+
+    calibration = Calibration.load(arguments.calibration)
+    chosen = [allocate(calibration, compression=n, context_length=context) for n in arguments.compression]
+    if not arguments.weights.exists():
+        part = arguments.weights.with_suffix(".part")
+        save_file(trained(original, chosen[0], tokens_of(arguments.train), arguments), part)
+        part.rename(arguments.weights)
     whole = deepcopy(original)
-    for model in (healed, whole):
-        assert not model.load_state_dict(weights, strict=False).unexpected_keys
-    rows = {"untrained": (smaller, level_cache), "trained": (healed, level_cache)}
-    rows["trained, all tokens"] = (whole, lambda model: DynamicCache(config=model.config))
-    above: dict[str, list[tuple[float, float]]] = {name: [] for name in rows}
-    windows = windows_of([measured], arguments.context + STEPS + 1, arguments.measured, 0)
-    for window in counted(windows, "measuring"):
-        plain = after_context(original, DynamicCache(config=original.config), window, arguments.context)
-        of_plain = loss(plain, window, arguments.context)
-        for name, (model, cache_of) in rows.items():
-            found = after_context(model, cache_of(model), window, arguments.context)
-            above[name].append((loss(found, window, arguments.context) - of_plain, change(plain, found)))
+    assert not whole.load_state_dict(load_file(arguments.weights), strict=False).unexpected_keys
+    groups = []
+    for name, model in (("as it is", original), ("trained", whole)):
+        choices = zip(arguments.compression, chosen, strict=True)
+        small = {f"{name}, 1/{n}": structurize(deepcopy(model), choice) for n, choice in choices}
+        groups.append((Reader(model, calibration), {name: model, **small}))
+    texts = [tokens_of(arguments.measure)]
+    windows = windows_of(texts, context + STEPS + 1, arguments.measured, 0) if arguments.measured else []
+    prompts = []
+    if arguments.prompts:
+        prompts += retrieval_prompts(
+            texts,
+            context_length=context,
+            tokenizer=tokenizer,
+            tasks=arguments.task,
+            distances=arguments.distance or (context // 2, context * 7 // 8),
+            num_prompts=arguments.prompts,
+        )
+    settings = {name: str(x) for name, x in vars(arguments).items() if name != "out"}
+    kept = Kept(arguments.out.with_suffix(".jsonl"), settings)
+    with torch.no_grad():
+        of_text, answers = measured(groups, windows, prompts, context, kept)
     with arguments.out.open("w", newline="") as file:
         rows_out = csv.writer(file)
-        rows_out.writerow(["cache", "loss above the original", "its error", "change", "its error", "windows"])
-        for name, values in above.items():
-            numbers = [number for x in zip(*values, strict=True) for number in of_windows(x)]
-            rows_out.writerow([name, *(f"{number:.4f}" for number in numbers), len(values)])
+        rows_out.writerow(["cache", "loss above the original", "its error", "change", "its error", "found", "prompts"])
+        for name in (name for _, rows in groups for name in rows):
+            above = [x["loss"][name] - x["loss"]["as it is"] for x in of_text]
+            numbers = [*of_windows(above), *of_windows([x["change"][name] for x in of_text])]
+            found = sum(x["found"][name] for x in answers)
+            rows_out.writerow([name, *("" if x is None else f"{x:.4f}" for x in numbers), found, len(answers)])
 
 
 if __name__ == "__main__":

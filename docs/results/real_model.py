@@ -127,13 +127,19 @@ class Kept:
             file.write(f"{json.dumps(item)}\n")
 
 
-def measured(model, small, reader, windows, prompts, length, kept):
-    """Losses, changes of the predictions and answers, by the name of the row; the first is the model."""
+def measured(groups, windows, prompts, length, kept):
+    """Losses, changes of the predictions and answers, by name; the first is the model as it is.
+
+    Groups are pairs of a reader and models by name, whose caches are filled with what it reads.
+    """
 
     def caches_of(ids):
-        read = reader.read(ids)
-        caches = {name: reader.filled(one, read, length) for name, one in small.items() if one is not model}
-        return {name: (one, caches.get(name, read[0])) for name, one in small.items()}
+        found = {}
+        for reader, rows in groups:
+            read = reader.read(ids)
+            caches = {name: reader.filled(one, read, length) for name, one in rows.items() if one is not reader.model}
+            found |= {name: (one, caches.get(name, read[0])) for name, one in rows.items()}
+        return found
 
     for window in kept.rest(windows, 0, "windows"):
         found, losses, before = {}, {}, None
@@ -217,7 +223,7 @@ def main() -> None:
     settings = {name: str(x) for name, x in vars(args).items() if name not in ("out", "figure")}
     settings["calibration"] = hashlib.sha256(Path(args.calibration).read_bytes()).hexdigest()
     kept = Kept(out.with_suffix(".jsonl"), settings)
-    of_text, answers = measured(model, small, Reader(model, calibration), windows, prompts, length, kept)
+    of_text, answers = measured([(Reader(model, calibration), small)], windows, prompts, length, kept)
     table, found = [], []
     for name in small:
         row = {"cache": name, "bytes": sizes[name]}

@@ -67,7 +67,8 @@ def evaluate_cache(
         tasks: of retrieval: ``"copy"`` (a span of tokens in random order that begins again), ``"pass key"``
             (a number in one sentence), ``"several keys"`` (one of 4), ``"similar keys"`` (one of 6),
             ``"several values"`` (3 numbers of one key), ``"variables"`` (the key of a place that is to be
-            looked up first). Default: all, or only ``"copy"`` without a tokenizer; ``()``: none.
+            looked up first), ``"frequent words"`` (the place that is named most often). Default: all, or only
+            ``"copy"`` without a tokenizer; ``()``: none.
         distances: of retrieval, in tokens from the beginning of what is looked up to the end of the context.
             Default: an eighth, a half and seven eighths of the context, the first two at least 64.
         num_prompts: of each task at each distance.

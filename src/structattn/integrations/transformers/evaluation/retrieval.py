@@ -25,10 +25,12 @@ _NEAREST = 64  # tokens: shorter distances have no room for a needle
 _FREQUENT = 200  # tokens of which a copied span is made: models know rare ones less well
 _OTHERS, _SIMILAR = 3, 5  # needles beside the one that is asked for
 _VALUES = 3  # of one key
+_TIMES, _RARE = 12, 3  # how often the most frequent word comes, and how many others come once
 # Of a dozen wordings the one in which a small model finds most: the name is right before what is looked up.
 _KEY = "Pass key of {0}: {0}{1}"
 _LIST = "Pass keys of {0}: "
 _LINK = "Twin of {0}: {0} and {1}"
+_NAMED = "City is {0}"
 _PLACES = (
     "Berlin", "Paris", "London", "Madrid", "Rome", "Vienna", "Oslo", "Athens", "Dublin", "Lisbon",
     "Tokyo", "Cairo", "Lima", "Delhi", "Boston", "Chicago", "Moscow", "Sydney", "Toronto", "Dallas",
@@ -122,6 +124,15 @@ def _variables(made: Generator) -> _Wording:
     )
 
 
+def _frequent_words(made: Generator) -> _Wording:
+    """One place is named more often than others: no single needle tells which."""
+    first, *rare = _places(1 + _RARE, made)
+    named = [first] * (_TIMES - 1) + rare
+    order = torch.randperm(len(named), generator=made).tolist()
+    query = (_NAMED.format("").rstrip(), f" {first}")
+    return _Wording(_NAMED.format(first), query, tuple(_NAMED.format(named[n]) for n in order))
+
+
 # In the order of tables. Each makes the wording of a prompt.
 WORDINGS: dict[str, Callable[[Generator], _Wording]] = {
     "pass key": _pass_key,
@@ -129,6 +140,7 @@ WORDINGS: dict[str, Callable[[Generator], _Wording]] = {
     "similar keys": _similar_keys,
     "several values": _several_values,
     "variables": _variables,
+    "frequent words": _frequent_words,
 }
 TASKS = (COPY, *WORDINGS)
 
@@ -152,6 +164,8 @@ def retrieval_prompts(
     * ``"several values"``: 3 numbers of one place in one needle, all asked for.
     * ``"variables"``: the place asked for is the twin of another place, whose key is the number. Both are
       predicted.
+    * ``"frequent words"``: of 15 needles, anywhere in the text, 12 name one place, which is asked for, and 3
+      others. One of the 12 is at the distance.
 
     All are put into a window of the user's text.
 

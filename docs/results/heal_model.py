@@ -10,7 +10,8 @@ with the folder of a model and what ``calibrate(...).save`` wrote; for a sixteen
 
     --compression 16 --context 8192 --trained-context 4096 --dtype float32 --per-step 1 --measured 5
 
-Trained weights are kept: with them, ``--prompts 5`` and another ``--out`` look for more far back.
+Training goes on where it was interrupted. Trained weights are kept: with them, ``--prompts 5`` and another
+``--out`` look for more far back.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from real_model import STEPS, Kept, Reader, measured, of_windows
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -34,6 +36,18 @@ from structattn.progress import counted
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 SOME = 256  # tokens whose logits are there at once
+TRAINING = (
+    "model",
+    "calibration",
+    "train",
+    "context",
+    "trained_context",
+    "compression",
+    "dtype",
+    "per_step",
+    "windows",
+)
+TRAINING += ("copies", "rate", "rank")  # the options that an interrupted training must have again
 
 
 class Adapter(nn.Module):
@@ -49,9 +63,48 @@ class Adapter(nn.Module):
         return self.linear(x) + 2 * (x @ self.down.to(x.dtype).mT) @ self.up.to(x.dtype).mT
 
     @torch.no_grad()
-    def merged(self):
-        """The weight of one linear layer in its place."""
-        return self.linear.weight.float() + 2 * self.up @ self.down
+    def change(self):
+        """What it adds to the weight."""
+        return 2 * self.up @ self.down
+
+
+class Progress:
+    """What training is left with after some windows, in a file, from which an interrupted run goes on."""
+
+    def __init__(self, path, settings, parameters, optimizer, draw) -> None:
+        self.path, self.settings, self.parameters, self.optimizer, self.draw = (
+            path,
+            settings,
+            parameters,
+            optimizer,
+            draw,
+        )
+
+    def save(self, windows) -> None:
+        tensors = {"draw": self.draw.get_state()}
+        for n, parameter in enumerate(self.parameters):
+            tensors[f"{n} value"] = parameter.detach()
+            tensors |= {f"{n} {name}": x for name, x in self.optimizer.state[parameter].items()}
+        part = self.path.with_suffix(".part")
+        save_file(tensors, part, {**self.settings, "windows read": str(windows)})
+        part.rename(self.path)
+
+    @torch.no_grad()
+    def load(self) -> int:
+        """How many windows were read; 0 where there is no file."""
+        if not self.path.exists():
+            return 0
+        with safe_open(self.path, "pt") as file:
+            kept, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        windows = int(kept.pop("windows read"))
+        if kept != self.settings:
+            raise SystemExit(f"{self.path} is of {kept}, and this run of {self.settings}: remove it")
+        self.draw.set_state(tensors.pop("draw"))
+        for n, parameter in enumerate(self.parameters):
+            parameter.copy_(tensors[f"{n} value"])
+            names = ("step", "exp_avg", "exp_avg_sq")
+            self.optimizer.state[parameter] = {name: tensors[f"{n} {name}"] for name in names}
+        return windows
 
 
 def trained(original, chosen, tokens, arguments):
@@ -68,7 +121,9 @@ def trained(original, chosen, tokens, arguments):
     parameters = [p for adapter in adapters.values() for p in (adapter.down, adapter.up)]
     optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.95), weight_decay=0)
     draw = torch.Generator().manual_seed(1)
-    for step in counted(range(arguments.windows), "training"):
+    settings = {name: str(x) for name, x in vars(arguments).items() if name in TRAINING}
+    progress = Progress(arguments.weights.with_suffix(".progress"), settings, parameters, optimizer, draw)
+    for step in counted(range(progress.load(), arguments.windows), "training"):
         start = int(torch.randint(len(tokens) - length, (1,), generator=draw))
         window = tokens[None, start : start + length]
         if torch.rand((), generator=draw) < arguments.copies:
@@ -92,7 +147,9 @@ def trained(original, chosen, tokens, arguments):
             nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             optimizer.zero_grad()
-    return {name: adapter.merged() for name, adapter in adapters.items()}
+            progress.save(step + 1)
+    weights = original.state_dict()
+    return {name: weights[name] + adapter.change() for name, adapter in adapters.items()}
 
 
 def main() -> None:
@@ -131,6 +188,7 @@ def main() -> None:
         part = arguments.weights.with_suffix(".part")
         save_file(trained(original, chosen[0], tokens_of(arguments.train), arguments), part)
         part.rename(arguments.weights)
+        arguments.weights.with_suffix(".progress").unlink(missing_ok=True)
     whole = deepcopy(original)
     assert not whole.load_state_dict(load_file(arguments.weights), strict=False).unexpected_keys
     groups = []

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from real_model import STEPS, Kept, Reader, measured, of_windows
+from real_model import STEPS, Kept, Reader, measured, of_windows, prompts_of
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -30,7 +30,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from structattn.integrations.transformers import Calibration, allocate, structurize
 from structattn.integrations.transformers.calibration.prompts import retrieval_prompt
-from structattn.integrations.transformers.evaluation.retrieval import retrieval_prompts
 from structattn.integrations.transformers.evaluation.texts import windows_of
 from structattn.progress import counted
 
@@ -198,16 +197,7 @@ def main() -> None:
         groups.append((Reader(model, calibration), {name: model, **small}))
     texts = [tokens_of(arguments.measure)]
     windows = windows_of(texts, context + STEPS + 1, arguments.measured, 0) if arguments.measured else []
-    prompts = []
-    if arguments.prompts:
-        prompts += retrieval_prompts(
-            texts,
-            context_length=context,
-            tokenizer=tokenizer,
-            tasks=arguments.task,
-            distances=arguments.distance or (context // 2, context * 7 // 8),
-            num_prompts=arguments.prompts,
-        )
+    prompts = prompts_of(arguments, texts, tokenizer)
     settings = {name: str(x) for name, x in vars(arguments).items() if name != "out"}
     kept = Kept(arguments.out.with_suffix(".jsonl"), settings)
     with torch.no_grad():

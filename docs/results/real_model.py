@@ -185,6 +185,23 @@ def figure(rows, path) -> None:
     drawn.savefig(path, dpi=110)
 
 
+def prompts_of(args, texts, tokenizer):
+    """The prompts that the options ask for."""
+    if not args.prompts:
+        return []
+    length = args.context
+    prompts = retrieval_prompts(
+        texts,
+        context_length=length,
+        tokenizer=tokenizer,
+        tasks=args.task,
+        distances=args.distance or (length // 2, length * 7 // 8),
+        num_prompts=args.prompts,
+        seed=0,
+    )
+    return list(prompts)
+
+
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -205,17 +222,7 @@ def main() -> None:
     calibration = Calibration.load(args.calibration)
     texts = [tokenizer(args.text.read_text()[:3_000_000], return_tensors="pt").input_ids[0]]
     windows = windows_of(texts, length + STEPS + 1, args.windows, 0) if args.windows else []
-    prompts = []
-    if args.prompts:
-        prompts += retrieval_prompts(
-            texts,
-            context_length=length,
-            tokenizer=tokenizer,
-            tasks=args.task,
-            distances=args.distance or (length // 2, length * 7 // 8),
-            num_prompts=args.prompts,
-            seed=0,
-        )
+    prompts = prompts_of(args, texts, tokenizer)
     rows = list(rows_of(model, calibration, length, args.times))
     small = {"as it is": model, **{name: one for name, one, _ in rows}}
     sizes = {"as it is": 1.0, **{name: size for name, _, size in rows}}

@@ -18,6 +18,7 @@ import argparse
 import csv
 import math
 from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -35,18 +36,7 @@ from structattn.progress import counted
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 SOME = 256  # tokens whose logits are there at once
-TRAINING = (
-    "model",
-    "calibration",
-    "train",
-    "context",
-    "trained_context",
-    "compression",
-    "dtype",
-    "per_step",
-    "windows",
-)
-TRAINING += ("copies", "rate", "rank")  # the options that an interrupted training must have again
+MEASURING = ("weights", "measure", "measured", "prompts", "task", "distance", "out")  # the other options train
 
 
 class Adapter(nn.Module):
@@ -67,17 +57,15 @@ class Adapter(nn.Module):
         return 2 * self.up @ self.down
 
 
+@dataclass
 class Progress:
     """What training is left with after some windows, in a file, from which an interrupted run goes on."""
 
-    def __init__(self, path, settings, parameters, optimizer, draw) -> None:
-        self.path, self.settings, self.parameters, self.optimizer, self.draw = (
-            path,
-            settings,
-            parameters,
-            optimizer,
-            draw,
-        )
+    path: Path
+    settings: dict[str, str]
+    parameters: list[nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    draw: torch.Generator
 
     def save(self, windows) -> None:
         tensors = {"draw": self.draw.get_state()}
@@ -120,12 +108,13 @@ def trained(original, chosen, tokens, arguments):
     parameters = [p for adapter in adapters.values() for p in (adapter.down, adapter.up)]
     optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.95), weight_decay=0)
     draw = torch.Generator().manual_seed(1)
-    settings = {name: str(x) for name, x in vars(arguments).items() if name in TRAINING}
+    settings = {name: str(x) for name, x in vars(arguments).items() if name not in MEASURING}
+    settings["compression"] = str(arguments.compression[0])
     progress = Progress(arguments.weights.with_suffix(".progress"), settings, parameters, optimizer, draw)
     for step in counted(range(progress.load(), arguments.windows), "training"):
         start = int(torch.randint(len(tokens) - length, (1,), generator=draw))
         window = tokens[None, start : start + length]
-        if torch.rand((), generator=draw) < arguments.copies:
+        if arguments.copies and torch.rand((), generator=draw) < arguments.copies:
             window = retrieval_prompt(window, draw).ids
         with torch.no_grad():
             wanted = teacher.model(window, use_cache=False).last_hidden_state[0]

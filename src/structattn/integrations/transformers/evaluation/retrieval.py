@@ -25,7 +25,7 @@ _NEAREST = 64  # tokens: shorter distances have no room for a needle
 _FREQUENT = 200  # tokens of which a copied span is made: models know rare ones less well
 _OTHERS, _SIMILAR = 3, 5  # needles beside the one that is asked for
 _VALUES = 3  # of one key
-_TIMES, _RARE = 12, 3  # how often the most frequent word comes, and how many others come once
+_TIMES, _RARE = 16, 2  # how often the most frequent word comes, and how many others come once
 # Of a dozen wordings the one in which a small model finds most: the name is right before what is looked up.
 _KEY = "Pass key of {0}: {0}{1}"
 _LIST = "Pass keys of {0}: "
@@ -164,8 +164,8 @@ def retrieval_prompts(
     * ``"several values"``: 3 numbers of one place in one needle, all asked for.
     * ``"variables"``: the place asked for is the twin of another place, whose key is the number. Both are
       predicted.
-    * ``"frequent words"``: of 15 needles, anywhere in the text, 12 name one place, which is asked for, and 3
-      others. One of the 12 is at the distance.
+    * ``"frequent words"``: of 18 needles, anywhere in the text, 16 name one place, which is asked for, and 2
+      others. One of the 16 is at the distance.
 
     All are put into a window of the user's text.
 

@@ -161,3 +161,22 @@ def test_it_is_finite_where_pytorchs_kernel_is(dtype: torch.dtype, size: float) 
         found, expected = (torch.autograd.grad(y, x, cotangent) for y in (out, plain))
         for a, b in zip((out, *found), (plain, *expected), strict=True):
             assert bool(a.isfinite().all()) or not bool(b.isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_results_are_rounded_to_the_nearest_even_number(dtype: torch.dtype) -> None:
+    """The mean of two values lies between two numbers of 16 bits as often as not. NaN and infinity stay."""
+    torch.manual_seed(0)
+    most = round(4 / torch.finfo(dtype).eps)  # whole numbers up to half of it are exact
+    v = torch.randint(-most, most, (8, 16, 2, 64)).to(dtype)
+    v[:, 0, 1, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    q = torch.zeros_like(v)
+    expected = v.double().mean(2).to(dtype)
+    assert float((expected.double() != v.double().mean(2)).double().mean()) > 0.2  # some are rounded
+    out = sa.structured_attention(q, q, v, backend="native")[:, :, 1]
+    cache = sa.LevelCache()
+    cache.append(q[:, :, :1], v[:, :, :1])
+    with torch.no_grad():
+        step = cache.attend(q[:, :, 1:], q[:, :, 1:], v[:, :, 1:], backend="native")[:, :, 0]
+    for found in (out, step):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)

@@ -729,7 +729,7 @@ void attend(const Tensor& query, const Order& order, const Sum<S>* factors,
         if (count == 3) together(std::integral_constant<int, 3>());
         if (count == 4) together(std::integral_constant<int, 4>());
       }
-      std::copy(room.sums.begin(), room.sums.begin() + count * value_dim, to + first * value_dim);
+      converted<T, T, S>(room.sums.data(), nullptr, count * value_dim, to + first * value_dim);
     }
   });
 }

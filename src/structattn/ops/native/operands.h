@@ -64,8 +64,25 @@ inline void store_numbers(Vec<float> x, Half* to) {
   for (int64_t n = 0; n < Vec<float>::size(); ++n) to[n] = x.raw[n];
 #endif
 }
-inline void store_numbers(Vec<float> x, BFloat16* to) {
+inline void store_numbers(Vec<float> x, BFloat16* to) {  // bit for bit as BFloat16(float), which compilers leave scalar
+#if defined(__AVX512F__)
+  const __m512i bits = _mm512_castps_si512(x.raw), one = _mm512_set1_epi32(1);
+  const __m512i half = _mm512_add_epi32(_mm512_set1_epi32(0x7fff), _mm512_and_si512(_mm512_srli_epi32(bits, 16), one));
+  const __m512i upper = _mm512_srli_epi32(_mm512_add_epi32(bits, half), 16);
+  const __mmask16 is_none = _mm512_cmp_ps_mask(x.raw, x.raw, _CMP_UNORD_Q);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to),
+                      _mm512_cvtepi32_epi16(_mm512_mask_set1_epi32(upper, is_none, 0x7fc0)));
+#elif defined(__AVX2__)
+  const __m256i bits = _mm256_castps_si256(x.raw), one = _mm256_set1_epi32(1);
+  const __m256i half = _mm256_add_epi32(_mm256_set1_epi32(0x7fff), _mm256_and_si256(_mm256_srli_epi32(bits, 16), one));
+  const __m256i upper = _mm256_srli_epi32(_mm256_add_epi32(bits, half), 16);
+  const __m256i is_none = _mm256_castps_si256(_mm256_cmp_ps(x.raw, x.raw, _CMP_UNORD_Q));
+  const __m256i found = _mm256_blendv_epi8(upper, _mm256_set1_epi32(0x7fc0), is_none);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to),
+                   _mm_packus_epi32(_mm256_castsi256_si128(found), _mm256_extracti128_si256(found, 1)));
+#else
   for (int64_t n = 0; n < Vec<float>::size(); ++n) to[n] = x.raw[n];
+#endif
 }
 
 // out = x, times a factor of each number where these are given, from and to numbers of any kind.

@@ -59,7 +59,7 @@ void quantize_group(S* x, int64_t stride, int64_t group_size, int64_t dims, int6
   const auto numbers = [&](int64_t t) { return room.numbers.data() + t * row; };
   for (int64_t t = hidden; t < group_size; ++t) {
     float* out = numbers(t);
-    for (int64_t d = 0; d < dims; ++d) out[d] = x[t * stride + d];
+    converted<float, S, float>(x + t * stride, nullptr, dims, out);
     std::fill(out + dims, out + row, 0.f);
   }
   for (int64_t t = 0; t < hidden; ++t) {
@@ -116,8 +116,7 @@ void quantize_group(S* x, int64_t stride, int64_t group_size, int64_t dims, int6
     const auto of_dims = [&](int64_t d) { return std::pair(V::loadu(of_zero + d), V::loadu(of_scale + d)); };
     for (int64_t t = 0; t < group_size; ++t) code_row(numbers(t), row, most, of_dims, room.codes.data() + t * row);
   }
-  for (int64_t t = hidden; t < group_size; ++t)
-    for (int64_t d = 0; d < dims; ++d) x[t * stride + d] = S(numbers(t)[d]);
+  for (int64_t t = hidden; t < group_size; ++t) converted<float, float, S>(numbers(t), nullptr, dims, x + t * stride);
   // By dimensions: of 4 bits the first half of the tokens in the low bits, the other half in the high ones.
   const int64_t bytes = group_size * bits / 8;
   uint8_t* by_token = room.codes.data();

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import structattn as sa
 from structattn.cache import native_decode
-from structattn.cache.storage import quantize
+from structattn.cache.storage import GroupStore, quantize
 from structattn.cache.storage.quantize import GroupFormat, packed, quantized, unpacked
 from structattn.errors import CacheError, CheckpointError, ConfigError, ShapeError
 from structattn.testing.tolerances import assert_close
@@ -248,6 +248,20 @@ def test_the_cpp_code_gives_the_same_codes(
             assert torch.equal(ours, expected)
         hidden = of_dim.from_tokens(x.to(dtype, copy=True)[..., dim:], starts, sinks=9 * size)
         assert bool((hidden[0] == hidden[0][0, 0, 0, 0, 0]).all())  # of nothing but sink tokens
+
+
+@pytest.mark.parametrize("longest", [None, 10])
+def test_groups_that_come_together_are_one_page(longest: int | None) -> None:
+    """A step takes time for each page."""
+    of_dim = GroupFormat(dim=8, bits=4, group_size=16, per_token=False)
+    store = GroupStore(of_dim, ring=None, longest=longest, page_size=4)
+    like = torch.zeros(2, 3, 1)
+    for slots, sizes in ((0, []), (5, [8]), (7, [8]), (9, [8, 4]), (9, [8, 4])):
+        store.grow(slots, 2, like)
+        if longest is not None:
+            sizes = [min(size, longest - 8 * number) for number, size in enumerate(sizes)]
+        assert [page[0].shape[2] for page in store.pages] == sizes
+        assert store.nbytes == store.nbytes_of(slots, (2, 3), like.dtype)
 
 
 def test_bytes_are_those_of_the_formula() -> None:

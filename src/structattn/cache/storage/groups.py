@@ -27,7 +27,7 @@ class GroupStore:
         format: of its numbers; g is its ``group_size``.
         ring: slots, where a window forgets groups; ``None`` where a block does, or nothing.
         longest: the most slots; ``None`` for no limit.
-        page_size: slots that are allocated at a time.
+        page_size: slots are allocated in multiples of this.
 
     Attributes:
         end: per row (or one for all), the position after the last that is quantized.
@@ -71,17 +71,20 @@ class GroupStore:
         return group - start // self.format.group_size if self.ring is None else group % self.ring
 
     def grow(self, slots: int, batch: int, like: Tensor) -> None:
-        """Allocates pages until there are ``slots``, for ``batch`` rows and the heads, dtype and device of
-        ``like`` (rows, heads, ...).
+        """Allocates what is missing until there are ``slots``, for ``batch`` rows and the heads, dtype and
+        device of ``like`` (rows, heads, ...): as one page, since a step takes time for each.
         """
+        if (capacity := self.capacity) >= slots:
+            return
+        size = -(-(slots - capacity) // self.page_size) * self.page_size
+        if self.longest is not None:
+            size = min(size, self.longest - capacity)
         with torch.inference_mode(False):  # else they could not be written to outside of that mode
-            while (capacity := self.capacity) < slots:
-                size = self.page_size if self.longest is None else min(self.page_size, self.longest - capacity)
-                codes, scale, zero = (
-                    like.new_zeros((batch, like.shape[1], size, *shape), dtype=dtype)
-                    for shape, dtype in self.format.tensors(like.dtype)
-                )
-                self.pages.append((codes, scale, zero))
+            codes, scale, zero = (
+                like.new_zeros((batch, like.shape[1], size, *shape), dtype=dtype)
+                for shape, dtype in self.format.tensors(like.dtype)
+            )
+        self.pages.append((codes, scale, zero))
 
     def place(self, slot: int) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
         """The page of a slot, and which of its slots it is."""

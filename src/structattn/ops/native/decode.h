@@ -282,19 +282,23 @@ void add_values_of_16(const float* factor, int64_t row, const uint8_t* codes, in
 // Room for what is computed of groups, for up to `heads` queries.
 template <typename T>
 struct GroupRoom {
-  int64_t size, lanes_row;  // numbers of a query in `factor` and `sums`, and in `lanes`
+  int64_t size, dims, lanes_row;  // numbers of a query in `factor` and `sums`; lanes of a query, and all its numbers
   std::vector<T> factor, sums;
   std::vector<Line> lines;  // of `lanes`
   IntegerRoom integers;
   GroupRoom(int64_t heads, int64_t group_size, int64_t dims)
       : size(std::max(group_size, dims)),
-        lanes_row(dims * Codes<T>::W),
+        dims(dims),
+        lanes_row((dims + (dims + group_size - 1) / group_size) * Codes<T>::W),
         factor(kMostHeads * size),
         sums(kMostHeads * size),
         lines(heads * lanes_row * sizeof(T) / sizeof(Line) + 1),
         integers(size, dims, kMostHeads) {}
 
+  // Vectors whose numbers are to be summed: one for each dimension of values, then one for each group of dimensions,
+  // which is added to all of them.
   T* lanes() { return reinterpret_cast<T*>(lines[0].bytes); }
+  T* lanes_of_group(int64_t query, int64_t group) { return lanes() + query * lanes_row + (dims + group) * Codes<T>::W; }
 };
 
 // factor[n] = scale[n] x[n]; adds to `total` numbers whose sum is that of (zero[n] + middle scale[n]) x[n].
@@ -501,18 +505,17 @@ bool add_values_by_integers(const T* factor, int64_t size, const uint8_t* const*
   return false;
 }
 
-// Adds the values of the spans of up to kGroups groups of a level, weighed, to out[m] (dims), and to `room.lanes`,
-// which are to be summed for each dimension.
+// Adds the values of the spans of up to kGroups groups of a level, weighed, to the lanes of `room`.
 template <typename T, int M>
 void add_group_values(const T* weight, int64_t weight_row, const GroupSpan<T>* spans, int64_t count, int64_t row,
-                      int64_t group_size, GroupRoom<T>& room, T* out, int64_t out_row) {
+                      int64_t group_size, GroupRoom<T>& room) {
   using C = Codes<T>;
   const int64_t bytes = group_size * spans->bits / 8, size = room.size;
   const uint8_t* codes[kGroups<M>];
   for (int64_t first = 0, part = 0; first < spans->dims; first += group_size, ++part) {
     const int64_t dims = std::min(group_size, spans->dims - first);
     Vec<T> base[M];
-    std::fill(base, base + M, Vec<T>(T(0)));
+    for (int m = 0; m < M; ++m) base[m] = Vec<T>::loadu(room.lanes_of_group(m, part));
     T* const factor = room.factor.data();
     for (int64_t g = 0; g < count; ++g) {
       const GroupSpan<T>& span = spans[g];
@@ -533,10 +536,7 @@ void add_group_values(const T* weight, int64_t weight_row, const GroupSpan<T>* s
         if (!add_values_by_integers<M, 1>(own, size, codes + g, *spans, 1, dims, group_size, lanes, room.lanes_row))
           add_values_by_numbers<T, M>(own, size, codes[g], spans->bits, dims, group_size, lanes, room.lanes_row);
       }
-    for (int m = 0; m < M; ++m) {
-      const T all = sum_of(base[m]);
-      for (int64_t d = first; d < first + dims; ++d) out[m * out_row + d] += all;
-    }
+    for (int m = 0; m < M; ++m) base[m].store(room.lanes_of_group(m, part));
   }
 }
 
@@ -675,14 +675,17 @@ void attend_together(const std::vector<Weighed<S, Span>>& softmaxes, int64_t key
       const GroupSpan<T>& span = groups[n];
       if (n == 0 || groups[n - 1].first != span.first) std::fill_n(lanes, M * room.group.lanes_row, T(0));
       count = like_the_first<kGroups<M>>(&span, groups.size() - n);
-      add_group_values<T, M>(weight, room.columns, &span, count, value_row, group_size, room.group, sums + span.first,
-                             room.value_dim);
+      add_group_values<T, M>(weight, room.columns, &span, count, value_row, group_size, room.group);
       const size_t next = n + count;
       if (next < groups.size() && groups[next].first == span.first) continue;  // of the same level
-      for (int m = 0; m < M; ++m)
-        for (int64_t d = 0; d < span.dims; ++d)
-          sums[m * room.value_dim + span.first + d] +=
-              sum_of(Vec<T>::loadu(lanes + m * room.group.lanes_row + d * Codes<T>::W));
+      for (int m = 0; m < M; ++m) {
+        T* const to = sums + m * room.value_dim + span.first;
+        T of_group = 0;
+        for (int64_t d = 0; d < span.dims; ++d) {
+          if (d % group_size == 0) of_group = sum_of(Vec<T>::loadu(room.group.lanes_of_group(m, d / group_size)));
+          to[d] += sum_of(Vec<T>::loadu(lanes + m * room.group.lanes_row + d * Codes<T>::W)) + of_group;
+        }
+      }
     }
     for (int m = 0; m < M; ++m)
       for (int64_t d = 0; d < room.value_dim; ++d) sums[m * room.value_dim + d] /= total[m];

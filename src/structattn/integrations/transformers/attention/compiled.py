@@ -16,6 +16,7 @@ from torch import Tensor
 from structattn.cache.attend import over_dense
 from structattn.cache.compiled import define, empty_output, needs_gradient, with_past
 from structattn.cache.numbers import NumberedLayer, numbered
+from structattn.cache.over_quantized import check_no_gradient
 from structattn.integrations.transformers.attention.arguments import POSITION_BIAS
 from structattn.integrations.transformers.attention.call import AttentionCall
 from structattn.integrations.transformers.caches.layer_cache import LevelCacheLayer, with_left_out
@@ -78,6 +79,7 @@ def _attend_layer(
     position_bias: Tensor | None,
     sinks: Tensor | None,
     alibi_slopes: Tensor | None,
+    token_scores: Tensor | None,
     num_past: int,
     is_causal: bool,
     is_shared: bool,
@@ -91,6 +93,8 @@ def _attend_layer(
     variant = _variant(flat_layout.any_layout_of(*layout), window, chunk_size, backend)
     if cache_layer.is_recording:  # which keeps them, in memory that the program will use for other numbers
         k, v = k.clone(), v.clone()
+    if token_scores is not None:  # which are kept to undo the call
+        cache_layer.token_scores = token_scores.clone()
     with cache_layer.uncounted(num_past, again=is_shared):
         mask = runtime_mask(padding_mask, pairs, (k if q is None else q).shape[2], k.shape[2], num_past, is_causal)
         if q is None:
@@ -116,8 +120,9 @@ def _attend_layer(
 
 define(
     "attend_cache_layer(Tensor(a!) cache, Tensor? layer, Tensor? q, Tensor k, Tensor v, Tensor? padding_mask, Tensor? "
-    "pairs, Tensor? position_bias, Tensor? sinks, Tensor? alibi_slopes, SymInt num_past, bool is_causal, bool "
-    f"is_shared, float? score_scale, float? softcap, {flat_layout.SCHEMA}, int? window, int? chunk_size, str backend) "
+    "pairs, Tensor? position_bias, Tensor? sinks, Tensor? alibi_slopes, Tensor? token_scores, SymInt num_past, bool "
+    "is_causal, bool is_shared, float? score_scale, float? softcap, "
+    f"{flat_layout.SCHEMA}, int? window, int? chunk_size, str backend) "
     "-> Tensor",
     _attend_layer,
     lambda cache, layer, q, k, v, *_: empty_output(q, v),
@@ -154,9 +159,13 @@ def attend_compiled(
         variant.backend,
     )
     tensors = (call.arguments.get(POSITION_BIAS), terms.sinks, terms.alibi_slopes)
+    scores, layer.token_scores = layer.token_scores, None
+    if layer.chooses_tokens:
+        check_no_gradient(q, k, v, terms)
     if not needs_gradient(q, k, v, terms.attn_mask, *tensors) and call.dropout == 0:
         masks = (mask.attention_mask, mask.pairs)
-        out: Tensor = torch.ops.structattn.attend_cache_layer(layer.number, owner, q, k, v, *masks, *tensors, *rest)
+        inputs = (q, k, v, *masks, *tensors, scores)
+        out: Tensor = torch.ops.structattn.attend_cache_layer(layer.number, owner, *inputs, *rest)
     else:
         if num_past == 0:
             out = first()
@@ -177,7 +186,7 @@ def attend_compiled(
                 chunk_size=variant.chunk_size,
             )[:, :, -q.shape[2] :]
         torch.ops.structattn.attend_cache_layer(
-            layer.number, owner, None, k.detach(), v.detach(), mask.attention_mask, *(None,) * 4, *rest
+            layer.number, owner, None, k.detach(), v.detach(), mask.attention_mask, *(None,) * 5, *rest
         )
     layer.count_traced(num_past + num_new)
     return out

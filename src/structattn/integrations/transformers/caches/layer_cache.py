@@ -303,6 +303,8 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
                 f"this layer of the cache is empty, and the compiled program counts {num_past} tokens in it"
             )
         with nullcontext() if cache is None else cache.uncounted(num_past, again=again):
+            if again:
+                self.token_scores = self._last_scores
             try:
                 yield
             finally:

@@ -176,6 +176,11 @@ class StructuredAttention(NumberedLayer):
         for cache in caches if self.structure.has_keys else []:
             layer = level_cache_layer(of_decoder(cache), self.layer_idx, self.config)
             if layer.chooses_tokens:
+                if is_traced() and layer.number is None:
+                    raise ConfigError(
+                        "a compiled model cannot make a cache that chooses tokens (keep=): give it "
+                        "past_key_values=level_cache(model), or read the prompt with the model itself"
+                    )
                 layer.token_scores = self._token_scores(_states(args, kwargs))
         packed = given_packed_cache()
         if packed is not None and packed.chooses_tokens(self.layer_idx):
@@ -187,6 +192,11 @@ class StructuredAttention(NumberedLayer):
             storage = storage_of_layer(self.config, self.layer_idx)
         if not chooses_tokens(storage):
             return super().forward(*args, **kwargs)
+        if is_traced():
+            raise ConfigError(
+                "training with what a cache that chooses tokens (keep=) would have is not for compiled models: leave "
+                "torch.compile away"
+            )
         self._seen = partial(_seen, storage, self._token_scores(_states(args, kwargs)))
         try:
             return super().forward(*args, **kwargs)
@@ -200,11 +210,6 @@ class StructuredAttention(NumberedLayer):
             raise ConfigError(
                 f"the cache chooses tokens (keep=), and layer {self.layer_idx} of this model has no token scores: "
                 "structurize(model, allocate(calibrate(model, batches), ...)) adds them"
-            )
-        if is_traced():
-            raise ConfigError(
-                "a cache that chooses tokens (keep=) is not for compiled models: leave torch.compile away, or allocate "
-                "with methods=('heads', 'bits')"
             )
         scores: Tensor = scorer(states)
         # Equal tokens of the first layer have equal scores, of which the first ones stay. In more bits the

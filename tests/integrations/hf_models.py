@@ -8,10 +8,13 @@ import torch
 import transformers
 from transformers.masking_utils import sdpa_mask
 
+import structattn as sa
+from structattn.integrations.transformers import Allocation, structurize
 from structattn.layout.levels import LevelLayout
 from structattn.ops import reference
 from structattn.ops.call import Call
 from structattn.ops.terms import ScoreTerms
+from structattn.spec import AttentionSpec
 
 VOCAB, DIM, LAYERS, HEAD_DIM, CONTEXT = 50, 32, 2, 8, 64
 _SIZES = {
@@ -23,6 +26,11 @@ _SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": CONTEXT,
 }
+
+
+# Of key heads that keep some of the far tokens, and none.
+SOME = sa.Storage(16, 16, group_size=4, residual=4, keep=4, block=16, recent=12)
+NONE = sa.Storage(16, 16, group_size=4, residual=4, keep=0, block=16, recent=12)
 
 
 def llama(**options):
@@ -42,6 +50,32 @@ def gpt2(**options):
     return transformers.GPT2LMHeadModel(
         transformers.GPT2Config(**sizes | {"bos_token_id": 1, "eos_token_id": None} | options)
     )
+
+
+def chosen_llama(storage):
+    """A Llama in float32 whose cache chooses tokens at random: storages of layers, or of their key heads."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        num_hidden_layers=len(storage),
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=32,
+        vocab_size=VOCAB,
+        max_position_embeddings=128,
+        eos_token_id=None,
+        initializer_range=0.3,
+    )
+    chosen = Allocation(
+        [AttentionSpec()] * len(storage),
+        storage=storage,
+        nbytes=1,
+        plain_nbytes=2,
+        context_length=128,
+        expected_loss=0.1,
+        scorers=[None if of_layer is None else torch.randn(2, 33) for of_layer in storage],
+    )
+    return structurize(transformers.LlamaForCausalLM(config), chosen).eval()
 
 
 class ExactNorm(torch.nn.Module):

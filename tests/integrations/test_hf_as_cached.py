@@ -2,17 +2,14 @@
 
 import pytest
 import torch
+from hf_models import NONE, SOME, chosen_llama
 
 import structattn as sa
 from structattn.cache.chosen_tokens import seen_pairs
-from structattn.integrations.transformers import Allocation, as_cached, level_cache, structurize
+from structattn.integrations.transformers import as_cached, level_cache, structurize
 from structattn.integrations.transformers.caches.model_cache import CACHE
-from structattn.spec import AttentionSpec
 
 transformers = pytest.importorskip("transformers")
-
-SOME = sa.Storage(16, 16, group_size=4, residual=4, keep=4, block=16, recent=12)
-NONE = sa.Storage(16, 16, group_size=4, residual=4, keep=0, block=16, recent=12)
 
 
 @pytest.mark.parametrize("storage", [SOME, NONE, (SOME, None), (NONE, SOME)])
@@ -34,28 +31,7 @@ def test_the_pairs_are_those_of_single_tokens(storage) -> None:
 
 @pytest.fixture
 def model():
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=32,
-        vocab_size=50,
-        max_position_embeddings=128,
-        eos_token_id=None,
-        initializer_range=0.3,
-    )
-    chosen = Allocation(
-        [AttentionSpec(), AttentionSpec()],
-        storage=[SOME, [None, NONE]],
-        nbytes=1,
-        plain_nbytes=2,
-        context_length=128,
-        expected_loss=0.1,
-        scorers=[torch.randn(2, 33), torch.randn(2, 33)],
-    )
-    return structurize(transformers.LlamaForCausalLM(config), chosen).eval()
+    return chosen_llama([SOME, [None, NONE]])
 
 
 IDS = torch.randint(50, (2, 70), generator=torch.Generator().manual_seed(3))

@@ -2,13 +2,16 @@
 eager code.
 """
 
+import copy
+
 import pytest
 import torch
-from hf_models import llama, tokens, trained
+from hf_models import NONE, SOME, chosen_llama, llama, tokens, trained
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DynamicCache
 
-from structattn.errors import CacheError
+import structattn as sa
+from structattn.errors import CacheError, ConfigError
 from structattn.integrations.transformers import LevelCacheLayer, level_cache, structurize
 from structattn.integrations.transformers.caches.model_cache import CACHE
 from structattn.testing.tolerances import assert_close
@@ -142,3 +145,62 @@ def test_inductor_gives_the_same(spec) -> None:
     cache = level_cache(model)
     model(ids[:, :10], cache=cache)
     steps(compiled, ids, cache, expected, 10, 40)
+
+
+BITS = sa.Storage(4, 8, group_size=4, residual=4, keep=8, block=16, recent=16)
+IDS = torch.randint(50, (2, 120), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def chosen():
+    return chosen_llama([[SOME, BITS], [None, NONE], None]).requires_grad_(False)
+
+
+def chosen_steps(function, cache, first, last):
+    return torch.cat([function(IDS[:, n : n + 1], **{CACHE: cache}).logits for n in range(first, last)], dim=1)
+
+
+def test_steps_with_chosen_tokens_are_those_of_eager_code_in_two_graphs(chosen) -> None:
+    cache, other = level_cache(chosen), level_cache(chosen)
+    for each in (cache, other):
+        chosen(IDS[:, :50], **{CACHE: each})
+    expected = chosen_steps(chosen, other, 50, 110)
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(chosen.forward, backend=counter, fullgraph=True)
+    found = [chosen_steps(compiled, cache, 50, 52)]
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        found.append(chosen_steps(compiled, cache, 52, 110))
+    torch.testing.assert_close(torch.cat(found, dim=1), expected)
+    assert counter.frame_count <= 3
+    assert cache.nbytes == other.nbytes
+    # Which tokens stay is the same as well: eager code goes on with both.
+    torch.testing.assert_close(chosen_steps(chosen, cache, 110, 120), chosen_steps(chosen, other, 110, 120))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_prompts_rows_and_tokens_that_are_taken_back(chosen, backend) -> None:
+    cache, other = level_cache(chosen), level_cache(chosen)
+    compiled = torch.compile(chosen.forward, backend=backend)
+    for function, each in ((compiled, cache), (chosen, other)):
+        function(IDS[:, :40], **{CACHE: each})
+        chosen_steps(function, each, 40, 47)
+        function(IDS[:, 47:52], **{CACHE: each})
+        each.crop(-3)
+        each.reorder_cache(torch.tensor([1, 1]))
+    near = {"atol": 1e-3, "rtol": 1e-3}  # inductor rounds in another order; another choice of tokens changes more
+    torch.testing.assert_close(chosen_steps(compiled, cache, 49, 90), chosen_steps(chosen, other, 49, 90), **near)
+    again = copy.deepcopy(cache)
+    torch.testing.assert_close(chosen_steps(compiled, again, 90, 100), chosen_steps(chosen, other, 90, 100), **near)
+
+
+def test_what_cannot_be_compiled_of_chosen_tokens_is_said(chosen) -> None:
+    compiled = torch.compile(chosen.forward, backend="eager")
+    with pytest.raises(ConfigError, match=r"cannot make a cache that chooses tokens .*level_cache\(model\)"):
+        compiled(IDS[:, :40])
+    chosen.train()
+    with pytest.raises(ConfigError, match=r"not for compiled models: leave torch\.compile away"):
+        compiled(IDS[:, :40], use_cache=False)
+    chosen.eval().requires_grad_(True)
+    with torch.enable_grad(), pytest.raises(ConfigError, match="gives no gradients"):
+        compiled(IDS[:, :40], **{CACHE: level_cache(chosen)})

@@ -17,14 +17,13 @@ from structattn.spec import parse_spec
 if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 20):
     pytest.skip("continuous batching with levels needs transformers 5.20", allow_module_level=True)
 
+from hf_models import NONE, SOME
 from test_hf_continuous import VOCAB, batched, expected, greedy, llama, prompts, storm
 from transformers.generation.continuous_batching.requests import RequestState
 
 from structattn.integrations.transformers.caches import continuous_batching
 from structattn.integrations.transformers.caches.continuous_batching import ServedRequests
 
-SOME = sa.Storage(16, 16, group_size=4, residual=4, keep=4, block=16, recent=12)
-NONE = sa.Storage(16, 16, group_size=4, residual=4, keep=0, block=16, recent=12)
 BITS = sa.Storage(4, 8, group_size=4, residual=4, keep=8, block=16, recent=16)
 LATE = sa.Storage(16, 16, group_size=4, residual=4, keep=8, block=32, recent=40)  # of it some prompts are short
 FEWER = sa.Storage(8, 4, group_size=4, residual=6)

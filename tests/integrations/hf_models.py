@@ -52,6 +52,20 @@ def gpt2(**options):
     )
 
 
+def chosen_copy(model, storage):
+    """A model of 32 numbers and 2 key heads with these storages of layers, and random scores."""
+    chosen = Allocation(
+        [AttentionSpec()] * len(storage),
+        storage=storage,
+        nbytes=1,
+        plain_nbytes=2,
+        context_length=128,
+        expected_loss=0.1,
+        scorers=[None if of_layer is None else torch.randn(2, 33) for of_layer in storage],
+    )
+    return structurize(model, chosen).eval()
+
+
 def chosen_llama(storage):
     """A Llama in float32 whose cache chooses tokens at random: storages of layers, or of their key heads."""
     torch.manual_seed(0)
@@ -66,16 +80,7 @@ def chosen_llama(storage):
         eos_token_id=None,
         initializer_range=0.3,
     )
-    chosen = Allocation(
-        [AttentionSpec()] * len(storage),
-        storage=storage,
-        nbytes=1,
-        plain_nbytes=2,
-        context_length=128,
-        expected_loss=0.1,
-        scorers=[None if of_layer is None else torch.randn(2, 33) for of_layer in storage],
-    )
-    return structurize(transformers.LlamaForCausalLM(config), chosen).eval()
+    return chosen_copy(transformers.LlamaForCausalLM(config), storage)
 
 
 class ExactNorm(torch.nn.Module):

@@ -6,7 +6,8 @@ import copy
 
 import pytest
 import torch
-from hf_models import NONE, SOME, chosen_llama, llama, tokens, trained
+import transformers
+from hf_models import NONE, SOME, chosen_copy, chosen_llama, llama, tokens, trained
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DynamicCache
 
@@ -192,6 +193,36 @@ def test_prompts_rows_and_tokens_that_are_taken_back(chosen, backend) -> None:
     torch.testing.assert_close(chosen_steps(compiled, cache, 49, 90), chosen_steps(chosen, other, 49, 90), **near)
     again = copy.deepcopy(cache)
     torch.testing.assert_close(chosen_steps(compiled, again, 90, 100), chosen_steps(chosen, other, 90, 100), **near)
+
+
+@pytest.mark.full
+def test_layers_that_share_keys_share_their_scores() -> None:
+    """In Gemma 3n the last layers append the keys of an earlier one again, with the scores that it gave."""
+    config = transformers.Gemma3nTextConfig(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_kv_shared_layers=2,
+        layer_types=["full_attention"] * 4,
+        activation_sparsity_pattern=[0.0] * 4,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=50,
+        laurel_rank=4,
+        altup_num_inputs=2,
+        max_position_embeddings=128,
+        initializer_range=0.3,
+    )
+    chosen = chosen_copy(transformers.Gemma3nForCausalLM(config), [SOME, SOME, None, None]).requires_grad_(False)
+    cache, other = level_cache(chosen), level_cache(chosen)
+    for each in (cache, other):
+        chosen(IDS[:, :50], **{CACHE: each})
+    compiled = torch.compile(chosen.forward, backend="eager")
+    near = {"atol": 1e-4, "rtol": 1e-4}
+    torch.testing.assert_close(chosen_steps(compiled, cache, 50, 90), chosen_steps(chosen, other, 50, 90), **near)
 
 
 def test_what_cannot_be_compiled_of_chosen_tokens_is_said(chosen) -> None:

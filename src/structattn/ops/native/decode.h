@@ -282,7 +282,7 @@ void add_values_of_16(const float* factor, int64_t row, const uint8_t* codes, in
 // Room for what is computed of groups, for up to `heads` queries.
 template <typename T>
 struct GroupRoom {
-  int64_t size, dims, lanes_row;  // numbers of a query in `factor` and `sums`; lanes of a query, and all its numbers
+  int64_t size, dims, lanes_row;  // numbers of a query in `factor` and `sums`; dimensions; its numbers in `lanes`
   std::vector<T> factor, sums;
   std::vector<Line> lines;  // of `lanes`
   IntegerRoom integers;

@@ -164,7 +164,8 @@ class StructuredAttention(NumberedLayer):
         would no longer have: so the model learns to do without it.
 
         Raises:
-            ConfigError: another attention implementation was set, which would leave the structure out.
+            ConfigError: another attention implementation was set, which would leave the structure out; or a
+                compiled model would make a cache that chooses tokens, or train with what one would have.
         """
         if (asked := self.config._attn_implementation) != IMPLEMENTATION:
             raise ConfigError(

@@ -85,6 +85,32 @@ def test_steps_in_16_bits_are_as_exact_as_without_the_code(options, dtype, steps
     assert_close(found, other)
 
 
+@pytest.mark.parametrize("kv_heads", [(6, 6), (2, 2), (1, 1), (3, 6)])
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("bits", [16, 4])
+def test_threads_that_write_and_read(bits, threads, kv_heads) -> None:
+    """Each token is written by the thread that reads its head, where one thread reads it, and otherwise before."""
+    rng = torch.Generator().manual_seed(7)
+    q, k, v = (
+        torch.randn(2, heads, 460, dim, generator=rng) for heads, dim in ((6, 19), (kv_heads[0], 19), (kv_heads[1], 8))
+    )
+    storage = None if bits == 16 else sa.Storage(bits, bits, group_size=64, residual=64)
+    fast = sa.LevelCache(sa.LevelLayout((11, 8), (512, 16)) if bits == 16 else None, storage=storage)
+    fast.append(k[:, :, :440], v[:, :, :440])
+    slow, before = copy.deepcopy(fast), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for at in range(440, 460):
+            new = [x[:, :, at : at + 1] for x in (q, k, v)]
+            fast.attend(*new)
+            fast.undo()  # what was in the slots of the token comes back
+            found = fast.attend(*new)
+            with no_code():
+                assert_close(found, slow.attend(*new))
+    finally:
+        torch.set_num_threads(before)
+
+
 @contextmanager
 def no_code():
     with pytest.MonkeyPatch.context() as patch:

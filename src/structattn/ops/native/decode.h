@@ -14,7 +14,8 @@
 
 namespace structattn {
 
-constexpr int64_t kChunk = 512;  // positions whose scores stay in the first cache while all dimensions are added
+constexpr int64_t kChunk =
+    1024;  // positions, whole rows of a page, whose scores stay in the first cache while all dimensions are added
 
 // Query heads that read the same keys and values and are computed together: what they read is loaded, and converted,
 // once. One where speed matters less than the time of compiling.
@@ -37,13 +38,15 @@ void add_scores(const T* q, int64_t q_row, const S* x, int64_t stride, int64_t d
       else if (before != 1)
         for (int64_t c = 0; c < count; ++c) to[c] *= before;
     }
-    int64_t d = 0;
-    for (; d + 4 <= dims; d += 4) {
-      const S *a = x + d * stride + from, *b = a + stride, *e = b + stride, *f = e + stride;
+    // Four rows at once, far from each other: then memory is read in four runs, each of them without a gap, which
+    // processors foresee. Of rows side by side, each shorter than a page of memory, they do not.
+    const int64_t apart = dims / 4;
+    for (int64_t d = 0; d < apart; ++d) {
+      const S *a = x + d * stride + from, *b = a + apart * stride, *e = b + apart * stride, *f = e + apart * stride;
       V left[M][4];
 #pragma GCC unroll 4
       for (int m = 0; m < M; ++m)
-        for (int n = 0; n < 4; ++n) left[m][n] = V(q[m * q_row + d + n]);
+        for (int n = 0; n < 4; ++n) left[m][n] = V(q[m * q_row + n * apart + d]);
       int64_t c = 0;
       for (; c + W <= count; c += W) {
         const V xa = load_numbers(a + c), xb = load_numbers(b + c), xe = load_numbers(e + c), xf = load_numbers(f + c);
@@ -60,10 +63,11 @@ void add_scores(const T* q, int64_t q_row, const S* x, int64_t stride, int64_t d
       for (; c < count; ++c)
         for (int m = 0; m < M; ++m) {
           const T* const own = q + m * q_row + d;
-          out[m * out_row + from + c] += own[0] * a[c] + own[1] * b[c] + own[2] * e[c] + own[3] * f[c];
+          out[m * out_row + from + c] +=
+              own[0] * a[c] + own[apart] * b[c] + own[2 * apart] * e[c] + own[3 * apart] * f[c];
         }
     }
-    for (; d < dims; ++d)
+    for (int64_t d = 4 * apart; d < dims; ++d)
       for (int m = 0; m < M; ++m)
         for (int64_t c = 0; c < count; ++c) out[m * out_row + from + c] += q[m * q_row + d] * x[d * stride + from + c];
   }
@@ -505,10 +509,10 @@ bool add_values_by_integers(const T* factor, int64_t size, const uint8_t* const*
   return false;
 }
 
-// Adds the values of the spans of up to kGroups groups of a level, weighed, to the lanes of `room`.
+// Adds the values of up to kGroups groups of a level, weighed, to the lanes of `room`: those of every `apart`-th span.
 template <typename T, int M>
-void add_group_values(const T* weight, int64_t weight_row, const GroupSpan<T>* spans, int64_t count, int64_t row,
-                      int64_t group_size, GroupRoom<T>& room) {
+void add_group_values(const T* weight, int64_t weight_row, const GroupSpan<T>* spans, int64_t apart, int64_t count,
+                      int64_t row, int64_t group_size, GroupRoom<T>& room) {
   using C = Codes<T>;
   const int64_t bytes = group_size * spans->bits / 8, size = room.size;
   const uint8_t* codes[kGroups<M>];
@@ -518,7 +522,7 @@ void add_group_values(const T* weight, int64_t weight_row, const GroupSpan<T>* s
     for (int m = 0; m < M; ++m) base[m] = Vec<T>::loadu(room.lanes_of_group(m, part));
     T* const factor = room.factor.data();
     for (int64_t g = 0; g < count; ++g) {
-      const GroupSpan<T>& span = spans[g];
+      const GroupSpan<T>& span = spans[g * apart];
       codes[g] = span.codes + row * span.row_stride + first * bytes;
       const int64_t at = row * span.scale_stride + part * group_size + span.skip;
       for (int m = 0; m < M; ++m) {
@@ -627,11 +631,11 @@ struct StepRoom {
         group(heads, group_size, std::max(dim, value_dim)) {}
 };
 
-// How many of some spans, one after the other and at most kMost, are of the level of the first.
-template <int64_t kMost, typename T>
+// How many of some spans, one after the other, are of the level of the first.
+template <typename T>
 int64_t like_the_first(const GroupSpan<T>* spans, int64_t count) {
   int64_t found = 1;
-  while (found < std::min(count, kMost) && spans[found].first == spans->first) ++found;
+  while (found < count && spans[found].first == spans->first) ++found;
   return found;
 }
 
@@ -649,7 +653,8 @@ void attend_together(const std::vector<Weighed<S, Span>>& softmaxes, int64_t key
     const auto add_groups_to = [&](int64_t first) {  // of the levels up to the one with these dimensions
       while (group < key_groups.size() && key_groups[group].first <= first) {
         const GroupSpan<T>* const spans = key_groups.data() + group;
-        const int64_t count = like_the_first<kGroups<M>>(spans, key_groups.size() - group);
+        const int64_t left = key_groups.size() - group;
+        const int64_t count = like_the_first(spans, std::min<int64_t>(kGroups<M>, left));
         add_group_scores<T, M>(q + spans->first, room.dim, spans, count, key_row, group_size, room.group, weight,
                                room.columns);
         group += count;
@@ -671,60 +676,78 @@ void attend_together(const std::vector<Weighed<S, Span>>& softmaxes, int64_t key
       add_span_values<S, M>(weight + span.column, room.columns, span, value_row, sums + span.first, room.value_dim);
     T* const lanes = room.group.lanes();
     const auto& groups = one.value_groups;
-    for (size_t n = 0, count = 0; n < groups.size(); n += count) {
-      const GroupSpan<T>& span = groups[n];
-      if (n == 0 || groups[n - 1].first != span.first) std::fill_n(lanes, M * room.group.lanes_row, T(0));
-      count = like_the_first<kGroups<M>>(&span, groups.size() - n);
-      add_group_values<T, M>(weight, room.columns, &span, count, value_row, group_size, room.group);
-      const size_t next = n + count;
-      if (next < groups.size() && groups[next].first == span.first) continue;  // of the same level
+    for (size_t n = 0; n < groups.size();) {  // the groups of a level
+      const GroupSpan<T>* const spans = groups.data() + n;
+      const int64_t count = like_the_first(spans, groups.size() - n), apart = count / kGroups<M>;
+      std::fill_n(lanes, M * room.group.lanes_row, T(0));
+      const auto add = [&](int64_t first, int64_t some) {
+        add_group_values<T, M>(weight, room.columns, spans + first, apart, some, value_row, group_size, room.group);
+      };
+      // Those that are added together are far from each other, as rows in `add_scores` are.
+      for (int64_t g = 0; g < apart; ++g) add(g, kGroups<M>);
+      for (int64_t g = kGroups<M> * apart; g < count; ++g) add(g, 1);
       for (int m = 0; m < M; ++m) {
-        T* const to = sums + m * room.value_dim + span.first;
+        T* const to = sums + m * room.value_dim + spans->first;
         T of_group = 0;
-        for (int64_t d = 0; d < span.dims; ++d) {
+        for (int64_t d = 0; d < spans->dims; ++d) {
           if (d % group_size == 0) of_group = sum_of(Vec<T>::loadu(room.group.lanes_of_group(m, d / group_size)));
           to[d] += sum_of(Vec<T>::loadu(lanes + m * room.group.lanes_row + d * Codes<T>::W)) + of_group;
         }
       }
+      n += count;
     }
     for (int m = 0; m < M; ++m)
       for (int64_t d = 0; d < room.value_dim; ++d) sums[m * room.value_dim + d] /= total[m];
   }
 }
 
+// How the rows of queries are divided: into units that read the same keys and values, and these into pieces, fewer rows
+// each where that leaves a thread without a piece.
+struct Division {
+  int64_t per_key, per_value;  // rows of queries of a key head, and of a value head
+  int64_t unit, most, pieces;  // rows of a unit, and at most of a piece; pieces of a unit
+
+  Division(int64_t rows, int64_t key_rows, int64_t value_rows, int64_t at_once)
+      : per_key(rows / key_rows), per_value(rows / value_rows), unit(std::gcd(per_key, per_value)) {
+    most = std::clamp<int64_t>(rows / num_threads(), 1, std::min(unit, at_once));
+    pieces = (unit + most - 1) / most;
+  }
+
+  // Whether each piece has a key head and a value head of its own.
+  bool is_by_head() const { return pieces == 1 && per_key == per_value; }
+};
+
 // Weighted sums (B, H, 1, value dims) of queries (B, H, 1, D), times `factors` (D). The query heads of a key (or value)
-// head read its row: of all in one list of softmaxes, or those of each b in its own.
-template <typename S, template <typename> class Span>
+// head read its row: of all in one list of softmaxes, or those of each b in its own. `before(row)` is called for the
+// first row of queries of each piece, before it is computed.
+template <typename S, template <typename> class Span, typename F>
 void attend(const Tensor& query, const Order& order, const Sum<S>* factors,
-            const std::vector<std::vector<Weighed<S, Span>>>& lists, int64_t key_rows, int64_t value_rows,
-            int64_t group_size, Tensor& out) {
+            const std::vector<std::vector<Weighed<S, Span>>>& lists, const Division& division, int64_t group_size,
+            const F& before, Tensor& out) {
   using T = Sum<S>;
   const int64_t heads = query.size(1), rows = query.size(0) * heads, dim = query.size(3), value_dim = out.size(3);
-  const int64_t per_key = rows / key_rows, per_value = rows / value_rows;
+  const int64_t unit = division.unit, most = division.most, pieces = division.pieces;
   const S* q = query.const_data_ptr<S>();
   S* to = out.data_ptr<S>();
   int64_t columns = 0;
   for (const auto& softmaxes : lists)
     for (const auto& one : softmaxes) columns = std::max(columns, one.columns);
-  // Rows that read the same keys and values, in pieces: fewer rows where that leaves a thread without a piece.
-  const int64_t unit = std::gcd(per_key, per_value), threads = num_threads();
-  const int64_t most = std::clamp<int64_t>(rows / threads, 1, std::min(unit, kHeads<S>)),
-                pieces = (unit + most - 1) / most;
   parallel_for(rows / unit * pieces, [&](int64_t begin, int64_t end) {
     StepRoom<T> room(most, dim, columns, value_dim, group_size);
     for (int64_t piece = begin; piece < end; ++piece) {
       const int64_t first = piece / pieces * unit + piece % pieces * most;
       const int64_t count = std::min(most, unit - piece % pieces * most);
+      before(first);
       for (int64_t m = 0; m < count; ++m) {
         const int64_t r = first + m, *const at = order.of(r % heads, heads);
         const S* from = q + r / heads * query.stride(0) + r % heads * query.stride(1);
         for (int64_t d = 0; d < dim; ++d)
           room.scaled[m * dim + d] = static_cast<T>(from[(at ? at[d] : d) * query.stride(3)]) * factors[d];
       }
-      const int64_t number = lists.size() == 1 ? 0 : first / heads, before = number * heads;
+      const int64_t number = lists.size() == 1 ? 0 : first / heads, earlier = number * heads;
       const auto together = [&](auto count) {
-        attend_together<S, count()>(lists[number], (first - before) / per_key, (first - before) / per_value, group_size,
-                                    room);
+        attend_together<S, count()>(lists[number], (first - earlier) / division.per_key,
+                                    (first - earlier) / division.per_value, group_size, room);
       };
       if (count == 1) together(std::integral_constant<int, 1>());
       if constexpr (kHeads<S> == 4) {
@@ -752,13 +775,29 @@ Tensor stepped(const std::optional<Tensor>& q, const Tensor& k, const Tensor& v,
   std::vector<Stored> keys;
   for (const std::vector<Stored>& levels : kept.keys) keys.insert(keys.end(), levels.begin(), levels.end());
   S* const before = old.data_ptr<S>();
-  exchange<S>(k, Order(order), keys, position, kept.chunk, before);
-  exchange<S>(v, Order(std::nullopt), kept.values, position, kept.chunk, before + k.numel());
+  const Token<S> key(k, Order(order), keys, position, kept.chunk, before);
+  const Token<S> value(v, Order(std::nullopt), kept.values, position, kept.chunk, before + k.numel());
   *plan.data_ptr<int64_t>() = number;
-  if (!q) return out;
+  const auto exchange = [&](int64_t from, int64_t to) {
+    for (int64_t row = from; row < std::min(to, key.rows()); ++row) key.exchange(row);
+    for (int64_t row = from; row < std::min(to, value.rows()); ++row) value.exchange(row);
+  };
+  const int64_t all = std::max(key.rows(), value.rows());
+  if (!q) {
+    exchange(0, all);
+    return out;
+  }
+  const Division division(q->size(0) * q->size(1), key.rows(), value.rows(), kHeads<S>);
+  // By the thread that reads the row: in the caches of its core are the lines that the token goes into.
+  const bool is_by_head = division.is_by_head();
+  if (!is_by_head) exchange(0, all);
   const Sum<S>* const factor = factors.const_data_ptr<Sum<S>>();
-  attend<S, CacheSpan>(*q, Order(order), factor, {weighed<S, CacheSpan>(kept, position, factor + q->size(3))},
-                       keys[0].rows(), kept.values[0].rows(), kept.group_size, out);
+  attend<S, CacheSpan>(
+      *q, Order(order), factor, {weighed<S, CacheSpan>(kept, position, factor + q->size(3))}, division, kept.group_size,
+      [&](int64_t first) {
+        if (is_by_head) exchange(first / division.per_key, first / division.per_key + 1);
+      },
+      out);
   return out;
 }
 

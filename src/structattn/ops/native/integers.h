@@ -48,12 +48,6 @@ STRUCTATTN_INTEGERS inline void add_products(__m512i& sum, __m512i codes, __m512
   asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(bytes));
 }
 
-// Asks for codes of the next groups, which may be on another page of memory: processors look ahead within a page only.
-// Where a byte is a code, memory gives no more at once, and asking costs time.
-inline void prefetch(const uint8_t* from, int64_t bytes) {
-  for (int64_t n = 0; n < bytes; n += sizeof(Line)) _mm_prefetch(reinterpret_cast<const char*>(from + n), _MM_HINT_T0);
-}
-
 inline __mmask16 first_lanes(int64_t count) { return count >= 16 ? 0xffff : (1 << count) - 1; }
 
 inline __m512 widened(const Half* x, __mmask16 lanes) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(lanes, x)); }
@@ -220,7 +214,6 @@ STRUCTATTN_INTEGERS inline void store_sums(const uint8_t* codes, int64_t stride,
     __m512i x[4];
     if constexpr (kIsStored) {
       four_vectors<kIsByte>(codes + d * stride, stride, x);
-      if constexpr (!kIsByte) prefetch(codes + (d + dims) * stride, 4 * sizeof(Line));
     } else {
       for (int n = 0; n < 4; ++n) x[n] = _mm512_load_si512(codes + n * sizeof(Line));
       codes += 4 * sizeof(Line);
@@ -353,7 +346,6 @@ STRUCTATTN_INTEGERS bool add_value_sums(const float* factor, int64_t row, const 
       for (int g = 0; g < G; ++g) {
         const uint8_t* const from = codes[g] + d * stride + c;
         const __m512i all = kIsByte ? _mm512_loadu_si512(from) : two_rows(from, stride);
-        if constexpr (!kIsByte) prefetch(from + G * dims * stride, sizeof(Line));
         low[g] = kIsByte ? all : _mm512_and_si512(all, lower);
         high[g] = kTimes > 1 ? _mm512_and_si512(all, upper) : _mm512_and_si512(_mm512_srli_epi16(all, 4), lower);
       }

@@ -192,8 +192,9 @@ Tensor attended(const Tensor& q, const Tensor& factors, const std::vector<Tensor
       lists[b] = weighed<S, TokenSpan>(own, positions.const_data_ptr<int64_t>()[b], factor + q.size(3));
     }
   });
-  attend<S, TokenSpan>(q, Order(std::nullopt), factor, lists, batch * kept.keys[0][0].exact.heads,
-                       batch * kept.values[0].exact.heads, kept.group_size, out);
+  const Division division(batch * q.size(1), batch * kept.keys[0][0].exact.heads, batch * kept.values[0].exact.heads,
+                          kHeads<S>);
+  attend<S, TokenSpan>(q, Order(std::nullopt), factor, lists, division, kept.group_size, [](int64_t) {}, out);
   return out;
 }
 

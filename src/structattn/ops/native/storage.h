@@ -37,8 +37,6 @@ struct Stored {
   int64_t num_pages;
   Quantized quantized;  // what is before the exact numbers
 
-  int64_t rows() const { return pages[0].size(0); }
-
   int64_t begin(int64_t position, int64_t chunk) const {
     if (start >= 0) return start;
     const int64_t from = chunk ? position - position % chunk : 0;
@@ -177,30 +175,56 @@ struct Order {
   const int64_t* of(int64_t h, int64_t count) const { return index ? index + h / (count / heads) * dims : nullptr; }
 };
 
-// Writes a token x (B, G, 1, dims) into its slot of each level, and what was there into `old` (B * G, dims).
+// A token (B, G, 1, dims) that a cache is to keep. Its rows are the heads of the sequences.
 template <typename S>
-void exchange(const Tensor& x, const Order& order, const std::vector<Stored>& levels, int64_t position, int64_t chunk,
-              S* old) {
-  const int64_t heads = x.size(1), rows = x.size(0) * heads, dims = x.size(3), step = x.stride(3);
-  const S* from = x.const_data_ptr<S>();
-  int64_t first = 0;
-  for (const Stored& level : levels) {
-    int64_t slot = level.ring ? position % level.ring : position - level.begin(position, chunk);
-    const Tensor& page = level.page(slot);
-    const int64_t row_stride = page.stride(0), stride = page.stride(1);
-    S* const to = page.data_ptr<S>() + slot;
-    for (int64_t row = 0; row < rows; ++row) {
-      const S* own = from + row / heads * x.stride(0) + row % heads * x.stride(1);
-      const int64_t* at = order.of(row % heads, heads);
+class Token {
+ public:
+  // `old` (B * G, dims) is for what is in the slots of the token.
+  Token(const Tensor& x, const Order& order, const std::vector<Stored>& levels, int64_t position, int64_t chunk, S* old)
+      : from_(x.const_data_ptr<S>()),
+        old_(old),
+        heads_(x.size(1)),
+        rows_(x.size(0) * heads_),
+        dims_(x.size(3)),
+        batch_stride_(x.stride(0)),
+        head_stride_(x.stride(1)),
+        step_(x.stride(3)),
+        order_(order) {
+    for (const Stored& level : levels) {
+      int64_t slot = level.ring ? position % level.ring : position - level.begin(position, chunk);
+      const Tensor& page = level.page(slot);
+      places_.push_back({page.data_ptr<S>() + slot, page.stride(0), page.stride(1), level.dims});
+    }
+  }
+
+  int64_t rows() const { return rows_; }
+
+  // Writes a row into its slot of each level, and what was there into a row of `old`.
+  void exchange(int64_t row) const {
+    const S* const own = from_ + row / heads_ * batch_stride_ + row % heads_ * head_stride_;
+    const int64_t* const at = order_.of(row % heads_, heads_);
+    int64_t number = 0;
+    for (const Place& place : places_) {
+      S* to = place.numbers + row * place.row_stride;
       // Each number is in another line of memory: reading them first lets many be on their way.
-      for (int64_t d = 0; d < level.dims; ++d) {
-        S& place = to[row * row_stride + d * stride];
-        old[row * dims + first + d] = place;
-        place = own[(at ? at[first + d] : first + d) * step];
+      for (int64_t d = 0; d < place.dims; ++d, ++number, to += place.stride) {
+        old_[row * dims_ + number] = *to;
+        *to = own[(at ? at[number] : number) * step_];
       }
     }
-    first += level.dims;
   }
-}
+
+ private:
+  struct Place {  // the slot of a level
+    S* numbers;
+    int64_t row_stride, stride, dims;
+  };
+
+  const S* from_;
+  S* old_;
+  int64_t heads_, rows_, dims_, batch_stride_, head_stride_, step_;
+  Order order_;
+  std::vector<Place> places_;
+};
 
 }  // namespace structattn

@@ -305,12 +305,16 @@ struct GroupRoom {
   T* lanes_of_group(int64_t query, int64_t group) { return lanes() + query * lanes_row + (dims + group) * Codes<T>::W; }
 };
 
-// factor[n] = scale[n] x[n]; adds to `total` numbers whose sum is that of (zero[n] + middle scale[n]) x[n].
+// factor[n] = scale[n] x[n]; adds to `total` numbers whose sum is that of (zero[n] + middle scale[n]) x[n]. Asks for
+// the scales and zeros `next` numbers on, which are read next: of a group there are too few for processors to foresee
+// them.
 template <typename T, typename S>
-inline void scaled(const T* x, const S* scale, const S* zero, T middle, int64_t size, T* factor, Vec<T>& total) {
+inline void scaled(const T* x, const S* scale, const S* zero, T middle, int64_t size, int64_t next, T* factor,
+                   Vec<T>& total) {
   using V = Vec<T>;
   int64_t n = 0;
   for (; n + V::size() <= size; n += V::size()) {
+    __builtin_prefetch(scale + n + next), __builtin_prefetch(zero + n + next);
     const V own = V::loadu(x + n), times = load_numbers(scale + n);
     (own * times).store(factor + n);
     total = fmadd(fmadd(V(middle), times, load_numbers(zero + n)), own, total);
@@ -401,7 +405,8 @@ void add_group_scores(const T* q, int64_t q_row, const GroupSpan<T>* spans, int6
     codes[g] = span.codes + row * span.row_stride;
     for (int m = 0; m < M; ++m) {
       Vec<T> total(T(0));
-      scaled(q + m * q_row, span.scale + at, span.zero + at, T(0), span.dims, factor + (g * M + m) * size, total);
+      scaled(q + m * q_row, span.scale + at, span.zero + at, T(0), span.dims, count * span.dims,
+             factor + (g * M + m) * size, total);
       base[g][m] = sum_of(total);
     }
   }
@@ -515,6 +520,7 @@ void add_group_values(const T* weight, int64_t weight_row, const GroupSpan<T>* s
                       int64_t row, int64_t group_size, GroupRoom<T>& room) {
   using C = Codes<T>;
   const int64_t bytes = group_size * spans->bits / 8, size = room.size;
+  const int64_t per_slot = (spans->dims + group_size - 1) / group_size * group_size;  // scales of all dimensions
   const uint8_t* codes[kGroups<M>];
   for (int64_t first = 0, part = 0; first < spans->dims; first += group_size, ++part) {
     const int64_t dims = std::min(group_size, spans->dims - first);
@@ -529,7 +535,7 @@ void add_group_values(const T* weight, int64_t weight_row, const GroupSpan<T>* s
         T* const own = factor + (g * M + m) * size;
         std::fill(own, own + span.skip, T(0));
         scaled(weight + m * weight_row + span.column, span.scale + at, span.zero + at,
-               static_cast<T>(middle_of(span.bits)), span.size, own + span.skip, base[m]);
+               static_cast<T>(middle_of(span.bits)), span.size, per_slot, own + span.skip, base[m]);
       }
     }
     T* const lanes = room.lanes() + first * C::W;

@@ -3,8 +3,10 @@
     python structures.py in-context-regression=RUN/results.json nearest-neighbors=RUN/results.json
 
 Each is the ``results.json`` of ``structattn compare TASK --preset structures``, named for the page. Its rows
-go to structures-NAME.csv beside this file, the table of the page to the standard output, the picture to
-../images/structures.png. What is counted of a structure is read from the matrix that its spec builds.
+go to structures-NAME.csv beside this file, where they replace rows of the same spec: a comparison may be made
+in parts (``--attention``, with ``standard`` first in each, which decides the FLOPs of all). The tables go to
+the standard output, the picture of all such files to ../images/structures.png. What is counted of a structure
+is read from the matrix that its spec builds.
 """
 
 import csv
@@ -89,6 +91,17 @@ def rows_of(record):
     return rows
 
 
+def saved(path):
+    """The rows of a file that this script wrote, by spec."""
+    if not path.exists():
+        return {}
+    numbers = {"rank": int, "parameters": int, "parameters_per_2_flops": float, "steps": int, "learning_rate": float}
+    numbers |= {"error": float, "error_std": float, "best_rate_is_inside": lambda text: text == "True"}
+    with path.open(newline="") as file:
+        rows = [{key: numbers.get(key, str)(value) for key, value in row.items()} for row in csv.DictReader(file)]
+    return {row["spec"]: row for row in rows}
+
+
 def correlations(rows):
     """Spearman's rank correlation of the error with each property, over the rows."""
     errors = [row["error"] for row in rows]
@@ -149,15 +162,18 @@ def table(name, rows):
 
 
 def main():
-    tasks = {}
     for word in sys.argv[1:]:
         name, _, path = word.partition("=")
-        tasks[name] = rows_of(json.loads(Path(path).read_text()))
-        with (HERE / f"structures-{name}.csv").open("w", newline="") as file:
-            writer = csv.DictWriter(file, tasks[name][0])
+        kept = HERE / f"structures-{name}.csv"
+        rows = saved(kept) | {row["spec"]: row for row in rows_of(json.loads(Path(path).read_text()))}
+        with kept.open("w", newline="") as file:
+            writer = csv.DictWriter(file, next(iter(rows.values())))
             writer.writeheader()
-            writer.writerows(tasks[name])
-        sys.stdout.write(table(name, tasks[name]))
+            writer.writerows(rows.values())
+    files = sorted(HERE.glob("structures-*.csv"))
+    tasks = {file.stem.removeprefix("structures-"): list(saved(file).values()) for file in files}
+    for name, rows in tasks.items():
+        sys.stdout.write(table(name, rows))
     draw(tasks)
 
 

@@ -106,33 +106,46 @@ T weigh(T* x, int64_t size) {
   return total + sum_of(added);
 }
 
-// out[m] += sum over c of a[m][c] b[c], for M rows of a `row` apart.
-template <int M, typename T, typename S>
-void add_dots(const T* a, int64_t row, const S* b, int64_t size, T* out, int64_t out_row) {
+// out[m][r] += sum over c of a[m][c] b[r][c], for M and R rows: a_row and b_row apart, and the results out_row and
+// out_step.
+template <int M, int R, typename T, typename S>
+void add_dots(const T* a, int64_t a_row, const S* b, int64_t b_row, int64_t size, T* out, int64_t out_row,
+              int64_t out_step) {
   using V = Vec<T>;
-  constexpr int64_t W = V::size(), kSums = M == 1 ? 4 : 2;  // enough that additions do not wait for each other
-  V sum[M][kSums];
+  // Enough sums that additions do not wait for each other.
+  constexpr int64_t W = V::size(), kSums = M * R == 1 ? 4 : M * R <= 4 ? 2 : 1;
+  V sum[M][R][kSums];
 #pragma GCC unroll 4
   for (int m = 0; m < M; ++m)
-    for (int n = 0; n < kSums; ++n) sum[m][n] = V(0);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r)
+      for (int n = 0; n < kSums; ++n) sum[m][r][n] = V(0);
+  const auto add = [&](int64_t c, int64_t n) {
+    V left[M];
+#pragma GCC unroll 4
+    for (int m = 0; m < M; ++m) left[m] = V::loadu(a + m * a_row + c);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      const V right = load_numbers(b + r * b_row + c);
+#pragma GCC unroll 4
+      for (int m = 0; m < M; ++m) sum[m][r][n] = fmadd(left[m], right, sum[m][r][n]);
+    }
+  };
   int64_t c = 0;
   for (; c + kSums * W <= size; c += kSums * W)
 #pragma GCC unroll 4
-    for (int n = 0; n < kSums; ++n) {
-      const V right = load_numbers(b + c + n * W);
+    for (int64_t n = 0; n < kSums; ++n) add(c + n * W, n);
+  for (; c + W <= size; c += W) add(c, 0);
 #pragma GCC unroll 4
-      for (int m = 0; m < M; ++m) sum[m][n] = fmadd(V::loadu(a + m * row + c + n * W), right, sum[m][n]);
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      V all = sum[m][r][0];
+      for (int n = 1; n < kSums; ++n) all = all + sum[m][r][n];
+      T total = sum_of(all);
+      for (int64_t n = c; n < size; ++n) total += a[m * a_row + n] * b[r * b_row + n];
+      out[m * out_row + r * out_step] += total;
     }
-  for (; c + W <= size; c += W)
-    for (int m = 0; m < M; ++m) sum[m][0] = fmadd(V::loadu(a + m * row + c), load_numbers(b + c), sum[m][0]);
-#pragma GCC unroll 4
-  for (int m = 0; m < M; ++m) {
-    V all = sum[m][0];
-    for (int n = 1; n < kSums; ++n) all = all + sum[m][n];
-    T total = sum_of(all);
-    for (int64_t n = c; n < size; ++n) total += a[m * row + n] * b[n];
-    out[m * out_row] += total;
-  }
 }
 
 // Codes of a group as vectors of numbers: of 8 bits `bytes`, of 4 bits those in the low and those in the high halves.
@@ -564,9 +577,17 @@ void add_span_scores(const Sum<S>* q, int64_t q_row, const CacheSpan<S>& span, i
 template <typename S, int M>
 void add_span_values(const Sum<S>* weight, int64_t weight_row, const CacheSpan<S>& span, int64_t row, Sum<S>* out,
                      int64_t out_row) {
-  const S* numbers = span.numbers + row * span.row_stride;
-  for (int64_t d = 0; d < span.dims; ++d)
-    add_dots<M>(weight, weight_row, numbers + d * span.stride, span.size, out + d, out_row);
+  constexpr int R = kIsWide || M == 1 ? 4 : 2;  // rows at once, far from each other as in `add_scores`
+  const int64_t apart = span.dims / R;
+  for (int64_t from = 0; from < span.size; from += kChunk<M>) {
+    const int64_t count = std::min(kChunk<M>, span.size - from);
+    const S* const numbers = span.numbers + row * span.row_stride + from;
+    for (int64_t d = 0; d < apart; ++d)
+      add_dots<M, R>(weight + from, weight_row, numbers + d * span.stride, apart * span.stride, count, out + d, out_row,
+                     apart);
+    for (int64_t d = R * apart; d < span.dims; ++d)
+      add_dots<M, 1>(weight + from, weight_row, numbers + d * span.stride, 0, count, out + d, out_row, 0);
+  }
 }
 
 // The scores of one softmax, and the values that they weigh.

@@ -18,7 +18,7 @@ void add_span_scores(const Sum<S>* q, int64_t q_row, const TokenSpan<S>& span, i
       Sum<S>& score = out[m * out_row + c];
       score = span.before == 0 ? 0 : span.before * score;
     }
-    add_dots<M>(q, q_row, numbers, span.dims, out + c, out_row);
+    add_dots<M, 1>(q, q_row, numbers, 0, span.dims, out + c, out_row, 0);
   }
 }
 

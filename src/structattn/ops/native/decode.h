@@ -531,6 +531,19 @@ bool add_values_by_integers(const T* factor, int64_t size, const uint8_t* const*
   return false;
 }
 
+// How many groups of values of a level are added together for M queries.
+template <int M, typename T>
+int64_t groups_at_once(const GroupSpan<T>& span, int64_t group_size) {
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<T, float>)
+    if (has_integers(group_size, std::min(span.dims, group_size)))
+      return by_bits(span.bits, span.is_wide, []<bool kIsByte, int kPieces>() -> int64_t {
+        return kGroupsAtOnce<M, kIsByte, kPieces> < kGroups<M> ? 1 : kGroups<M>;
+      });
+#endif
+  return 1;
+}
+
 // Adds the values of up to kGroups groups of a level, weighed, to the lanes of `room`: those of every `apart`-th span.
 template <typename T, int M>
 void add_group_values(const T* weight, int64_t weight_row, const GroupSpan<T>* spans, int64_t apart, int64_t count,
@@ -709,14 +722,15 @@ void attend_together(const std::vector<Weighed<S, Span>>& softmaxes, int64_t key
     const auto& groups = one.value_groups;
     for (size_t n = 0; n < groups.size();) {  // the groups of a level
       const GroupSpan<T>* const spans = groups.data() + n;
-      const int64_t count = like_the_first(spans, groups.size() - n), apart = count / kGroups<M>;
+      const int64_t count = like_the_first(spans, groups.size() - n);
+      const int64_t at_once = groups_at_once<M>(*spans, group_size), apart = count / at_once;
       std::fill_n(lanes, M * room.group.lanes_row, T(0));
       const auto add = [&](int64_t first, int64_t some) {
         add_group_values<T, M>(weight, room.columns, spans + first, apart, some, value_row, group_size, room.group);
       };
       // Those that are added together are far from each other, as rows in `add_scores` are.
-      for (int64_t g = 0; g < apart; ++g) add(g, kGroups<M>);
-      for (int64_t g = kGroups<M> * apart; g < count; ++g) add(g, 1);
+      for (int64_t g = 0; g < apart; ++g) add(g, at_once);
+      for (int64_t g = at_once * apart; g < count; ++g) add(g, 1);
       for (int m = 0; m < M; ++m) {
         T* const to = sums + m * room.value_dim + spans->first;
         T of_group = 0;

@@ -136,7 +136,9 @@ def draw(tasks):
                 ax.set_title(f"rank correlation {rhos[key]:+.2f}", fontsize=9)
             ax.grid(color="#e4e4e4")
         of_task[0].set_ylabel(f"error, {name.replace('-', ' ')}")
-    unique = dict(zip(*reversed(axes[0][0].get_legend_handles_labels()), strict=True))
+    unique = {}
+    for ax in axes[:, 0]:
+        unique |= dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
     figure.legend(unique.values(), unique.keys(), loc="outside upper center", ncols=len(unique), fontsize=8)
     figure.set_layout_engine("constrained")
     figure.savefig(HERE.parent / "images" / "structures.png", dpi=110)

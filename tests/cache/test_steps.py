@@ -89,7 +89,7 @@ def test_steps_in_16_bits_are_as_exact_as_without_the_code(options, dtype, steps
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("bits", [16, 4])
 def test_threads_that_write_and_read(bits, threads, kv_heads) -> None:
-    """Each token is written by the thread that reads its head, where one thread reads it, and otherwise before."""
+    """Each token is written by the thread that reads its head, where that is one, and otherwise before."""
     rng = torch.Generator().manual_seed(7)
     q, k, v = (
         torch.randn(2, heads, 460, dim, generator=rng) for heads, dim in ((6, 19), (kv_heads[0], 19), (kv_heads[1], 8))

@@ -88,19 +88,19 @@ def test_steps_in_16_bits_are_as_exact_as_without_the_code(options, dtype, steps
 @pytest.mark.parametrize("kv_heads", [(6, 6), (2, 2), (1, 1), (3, 6)])
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("bits", [16, 4])
-def test_threads_that_write_and_read(bits, threads, kv_heads) -> None:
+def test_threads_that_write_and_read(bits, threads, kv_heads, steps) -> None:
     """Each token is written by the thread that reads its head, where that is one, and otherwise before."""
     rng = torch.Generator().manual_seed(7)
     q, k, v = (
-        torch.randn(2, heads, 460, dim, generator=rng) for heads, dim in ((6, 19), (kv_heads[0], 19), (kv_heads[1], 8))
+        torch.randn(2, heads, 720, dim, generator=rng) for heads, dim in ((6, 19), (kv_heads[0], 19), (kv_heads[1], 8))
     )
     storage = None if bits == 16 else sa.Storage(bits, bits, group_size=64, residual=64)
     fast = sa.LevelCache(sa.LevelLayout((11, 8), (512, 16)) if bits == 16 else None, storage=storage)
-    fast.append(k[:, :, :440], v[:, :, :440])
+    fast.append(k[:, :, :700], v[:, :, :700])
     slow, before = copy.deepcopy(fast), torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        for at in range(440, 460):
+        for at in range(700, 720):
             new = [x[:, :, at : at + 1] for x in (q, k, v)]
             fast.attend(*new)
             fast.undo()  # what was in the slots of the token comes back
@@ -109,6 +109,23 @@ def test_threads_that_write_and_read(bits, threads, kv_heads) -> None:
                 assert_close(found, slow.attend(*new))
     finally:
         torch.set_num_threads(before)
+    assert len(steps) == 40
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_a_page_of_more_positions_than_are_added_at_once(heads, steps) -> None:
+    """A cache that is one page is read in several pieces: 1,024 to 4,096 positions for 4 queries to one."""
+    rng = torch.Generator().manual_seed(9)
+    q, k, v = (torch.randn(1, count, 4300, dim, generator=rng) for count, dim in ((heads, 9), (1, 9), (1, 7)))
+    fast = sa.LevelCache(max_length=4300)
+    fast.append(k[:, :, :4290], v[:, :, :4290])
+    slow = copy.deepcopy(fast)
+    for at in range(4290, 4300):
+        new = [x[:, :, at : at + 1] for x in (q, k, v)]
+        with no_code():
+            right = slow.attend(*new)
+        assert_close(fast.attend(*new), right)
+    assert len(steps) == 10
 
 
 @contextmanager

@@ -351,10 +351,32 @@ def test_what_cannot_be_is_refused(smaller, model, found, texts) -> None:
     assert short.tokens is None
     with pytest.raises(ConfigError, match="has not measured tokens"):
         allocate(short, compression=2, methods=("tokens",))
+    with pytest.raises(ConfigError, match="no choice of bits .* on texts of at least 128 tokens"):
+        allocate(short, compression=4)
     with pytest.raises(ConfigError, match="no choice of tokens and bits gives a cache"):
         allocate(found, compression=500)
     with pytest.raises(ConfigError, match="methods must be a tuple"):
         calibrate(model, [texts], methods="tokens")
+
+
+@torch.no_grad()
+def test_an_allocation_says_what_it_is_and_fits_its_model_only(model, found, texts) -> None:
+    chosen = allocate(found, compression=6, context_length=LONG)
+    assert f"{chosen.nbytes:,} of {chosen.plain_nbytes:,} bytes for {LONG:,} tokens" in repr(chosen)
+    assert f"far tokens chosen in {sum(x is not None for x in chosen.scorers)}" in repr(chosen)
+
+    def other(**changes):
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**model.config.to_dict(), **changes})).eval()
+
+    for changes, message in (
+        ({"num_key_value_heads": 4}, "the allocation is of another model: layer 0"),
+        ({"num_hidden_layers": LAYERS + 1}, f"of a model with {LAYERS} attention layers"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            structurize(other(**changes), chosen)
+    wide = structurize(other(hidden_size=128, head_dim=16), chosen)  # whose attention has the same shapes
+    with pytest.raises(ConfigError, match="hidden states of 64 numbers, and these have 128"):
+        wide(texts[:1], **{CACHE: level_cache(wide)})
 
 
 @pytest.mark.parametrize(

@@ -215,6 +215,15 @@ def test_batches_are_one_batch_and_padding_is_nothing() -> None:
     assert calibrate(model, [IDS]).block_sizes == (16, 32)
 
 
+def test_a_text_may_be_a_row() -> None:
+    model = trained(llama)
+    rows, texts = calibrate(model, [IDS[:1], IDS[1:2]]), calibrate(model, [IDS[0], IDS[1]])
+    for layer, other in zip(rows.layers, texts.layers, strict=True):
+        assert all(torch.equal(x, other.moments.tensors()[name]) for name, x in layer.moments.tensors().items())
+    assert repr(texts) == f"Calibration({LAYERS} attention layers, texts of up to 40 tokens, measured: levels)"
+    assert calibrate(model, IDS[0]).context_length == 40
+
+
 def test_without_levels_dimensions_are_those_of_the_first_batch() -> None:
     model, more = trained(llama), [IDS, IDS.flip(1)]
     first = calibrate(model, [IDS], num_queries=None)
@@ -518,7 +527,11 @@ def test_refused_calibrations() -> None:
     model = trained(llama)
     for batches, message in (
         ([], "at least one batch, got none"),
-        (7, "batches must be an iterable"),
+        (7, "batches must be a list of token ids"),
+        ("a text", r"got 'a text' \(str\); .*tokenizer\(text"),
+        (["a text"], "got one with 'a text'"),
+        ([IDS[0].tolist()], "got one with .*list"),
+        ({"input_ids": IDS}, "batches must be a list .* got .*dict"),
         ([IDS[:, :16]], "of more than 16 tokens"),
         ([{"input_ids": IDS, "position_ids": IDS}], "position_ids"),
         ([IDS.double()], "input_ids"),

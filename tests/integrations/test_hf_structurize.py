@@ -239,6 +239,8 @@ def test_caches_that_do_not_fit() -> None:
         generate(model, IDS, MASK, cache_implementation="static")
     with pytest.raises(CacheError, match="offload"):
         generate(model, IDS, MASK, cache_implementation="offloaded")
+    with pytest.raises(CacheError, match="leave cache_implementation='quantized' away"):
+        generate(model, IDS, MASK, cache_implementation="quantized")
     cache = level_cache(model)
     generate(model, IDS, MASK, past_key_values=cache)
     with pytest.raises(CacheError, match="left padding changed"):

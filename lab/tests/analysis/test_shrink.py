@@ -205,7 +205,7 @@ def test_mistakes_are_one_line(model, text, tmp_path) -> None:
 
     refused(ConfigError, "no such folder", tmp_path / "none", text)
     refused(DataError, "no such file", model, tmp_path / "none.txt")
-    refused(ConfigError, "--context-length: expected at most 2,048", model, text, context_length=2000)
+    refused(ConfigError, "expected at most 1,983, .* less 65 .* got 2,000", model, text, context_length=2000)
     refused(ConfigError, "compression must be .* at least 1", model, text, compression=0.5)
     short = tmp_path / "short.txt"
     short.write_text("A few words.\n")

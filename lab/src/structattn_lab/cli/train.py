@@ -84,8 +84,9 @@ class TaskCommand:
     def recipe(self) -> Any:
         """The preset's recipe with the settings of --config and then those of the command line."""
         from structattn_lab.settings.overrides import apply_overrides, with_changes
-        from structattn_lab.tasks.registry import factory_of, recipe_for, task_class, usable_tasks
+        from structattn_lab.tasks.registry import factory_of, presets_of, recipe_for, task_class, usable_tasks
 
+        presets_of(known(self.task))  # first: an error of its name is none of --preset
         with naming("--preset"):
             recipe = recipe_for(known(self.task), known(self.preset))
         if self._file is not None:

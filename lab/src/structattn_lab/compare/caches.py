@@ -115,8 +115,8 @@ def compare_caches(
     for name, option in (("model", "--set task.model=FOLDER"), ("data", "--data TEXT")):
         if not getattr(task, name):
             raise ConfigError(f"expected task.{name}, got none: give {option}")
-    total = task.context_length + task.num_steps + 1
-    model_config = checked_config(task.model, total).get_text_config(decoder=True)
+    checked = checked_config(task.model, task.context_length, following=task.num_steps + 1)
+    model_config = checked.get_text_config(decoder=True)
     heads = model_config.num_attention_heads
     head_dim = getattr(model_config, "head_dim", None) or model_config.hidden_size // heads
     tokenizer = model_tokenizer(task.model)

@@ -116,7 +116,7 @@ def shrink(
         num_windows=num_windows,
         num_prompts=num_prompts,
     )
-    config = checked_config(task.model, context_length + task.num_steps + 1, "--context-length")
+    config = checked_config(task.model, context_length, "--context-length", following=task.num_steps + 1)
     task = dataclasses.replace(task, **_dtypes(config.dtype))
     texts = _documents(Source(path=str(data), document_start=document_start))
     owner = Owner(

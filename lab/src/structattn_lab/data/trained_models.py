@@ -11,13 +11,14 @@ from structattn.errors import ConfigError
 from structattn.integrations.hub import check_source, positions_of, source_config
 
 
-def checked_config(source: str, context_length: int, name: str = "task.context_length") -> Any:
+def checked_config(source: str, context_length: int, name: str = "task.context_length", *, following: int = 0) -> Any:
     """The config of a model, before anything else of it is read.
 
     Args:
         source: a folder or a name on the hub.
         context_length: T, tokens of a window.
         name: what the context length is called in an error.
+        following: tokens that come after the context.
 
     Raises:
         MissingDependencyError: transformers is not installed.
@@ -35,10 +36,11 @@ def checked_config(source: str, context_length: int, name: str = "task.context_l
             "of this one names it)"
         )
     positions = positions_of(config)
-    if positions is not None and context_length > positions:
+    if positions is not None and context_length + following > positions:
+        less = f" less {following} for the tokens that follow the context" if following else ""
         raise ConfigError(
-            f"{name}: expected at most {positions:,}, the positions of the model (max_position_embeddings), got "
-            f"{context_length:,}"
+            f"{name}: expected at most {positions - following:,}, the positions of the model "
+            f"(max_position_embeddings){less}, got {context_length:,}"
         )
     return config
 

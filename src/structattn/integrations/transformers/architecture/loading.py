@@ -18,7 +18,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
 from structattn.cache.numbers import is_traced
 from structattn.cache.paged import PackedCache
 from structattn.checks import check_path, quoted
-from structattn.errors import CheckpointError, ConfigError, ShapeError, nearest_name
+from structattn.errors import CacheError, CheckpointError, ConfigError, ShapeError, nearest_name
 from structattn.integrations.hub import WHERE
 from structattn.integrations.transformers.architecture.auto_map import NotCopied
 from structattn.integrations.transformers.architecture.inputs import check_inputs
@@ -254,6 +254,11 @@ class StructuredModelMixin(NotCopied):
         # transformers has no public hook for the cache that `generate` makes. If it stops calling this, the
         # attention layers still replace empty layers themselves; rolling back over a block boundary is then
         # refused.
+        if generation_config.cache_implementation == "quantized":  # for which transformers asks for other packages
+            raise CacheError(
+                "structured attention stores fewer bits in its own cache: leave cache_implementation='quantized' away, "
+                "and give cache=level_cache(model, storage=sa.Storage(4, 4))"
+            )
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
         cache = model_kwargs.get(CACHE)
         if isinstance(cache, Cache):

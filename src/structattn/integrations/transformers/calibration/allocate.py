@@ -14,6 +14,7 @@ from structattn.checks import MAX_LENGTH, check_choice, check_number, check_size
 from structattn.errors import ConfigError
 from structattn.integrations.transformers.calibration.bit_losses import GROUP_SIZES
 from structattn.integrations.transformers.calibration.choices import choices
+from structattn.integrations.transformers.calibration.discovery import FoundAttention
 from structattn.integrations.transformers.calibration.head_choices import (
     HeadChoices,
     head_choices,
@@ -21,10 +22,19 @@ from structattn.integrations.transformers.calibration.head_choices import (
     storage_of_choices,
 )
 from structattn.integrations.transformers.calibration.methods import Method, checked_methods
-from structattn.integrations.transformers.calibration.record import Calibration, LayerCalibration
+from structattn.integrations.transformers.calibration.record import (
+    AttentionShape,
+    Calibration,
+    LayerCalibration,
+    check_shapes,
+)
 from structattn.layers.attention_spec import AttentionSpec
 
 Ranks = Literal["per_layer", "uniform"]
+_NOT_MEASURED = (
+    "Which far tokens matter gives smaller ones; calibrate(model, batches) measures it for causal language models, on "
+    "texts of at least 128 tokens"
+)
 _BYTES = 2  # of a number of a plain cache, to which a compression is relative
 _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
@@ -39,8 +49,8 @@ class Sized(Protocol):
 
 
 class Allocation(list[AttentionSpec]):
-    """What ``allocate`` chose: a spec for each attention layer, as a list, for ``structurize(model,
-    allocation)``.
+    """What ``allocate`` chose, for ``structurize(model, allocation)``: a list with a spec for each attention
+    layer, and how their caches store numbers. A copy as a plain list, such as a slice, has the specs only.
 
     Attributes:
         storage: how the cache of each layer stores numbers, for ``structurize(storage=)``, which takes it
@@ -53,6 +63,7 @@ class Allocation(list[AttentionSpec]):
         scorers: of each layer, what scores its tokens, (G, E + 1), as ``TokenScores`` has it; ``None`` of
             those that keep all.
         has_levels: whether ranks of levels were chosen, which need the calibration.
+        shapes: of the attention layers of the model that was calibrated; none: not known.
     """
 
     def __init__(
@@ -66,13 +77,30 @@ class Allocation(list[AttentionSpec]):
         expected_loss: float,
         scorers: Sequence[Tensor | None] = (),
         has_levels: bool = False,
+        shapes: Sequence[AttentionShape] = (),
     ) -> None:
         super().__init__(specs)
         self.has_levels = has_levels
+        self.shapes = tuple(shapes)
         self.storage = storage
         self.nbytes, self.plain_nbytes, self.context_length = nbytes, plain_nbytes, context_length
         self.expected_loss = expected_loss
         self.scorers = tuple(scorers)
+
+    def __repr__(self) -> str:
+        """What was chosen, in a line."""
+        kept = sum(scorer is not None for scorer in self.scorers)
+        of_tokens = f", far tokens chosen in {kept}" if kept else ""
+        return (
+            f"Allocation({len(self)} attention layers{of_tokens}; {self.nbytes:,} of {self.plain_nbytes:,} bytes for "
+            f"{self.context_length:,} tokens, {self.plain_nbytes / self.nbytes:.3g} times smaller; expected loss "
+            f"{self.expected_loss:.2g} nats per token)"
+        )
+
+    def check(self, layers: Sequence[FoundAttention]) -> None:
+        """Raises ``ConfigError`` unless these layers have the shapes of the model that was calibrated."""
+        if self.shapes:
+            check_shapes(self.shapes, layers, "allocation")
 
     def storage_of(self, chosen: Sequence[int], count: int) -> list[Storage | list[Storage | None] | None] | None:
         """``storage`` for ``structurize``: an entry for each of ``count`` layers of a model whose attention
@@ -128,7 +156,8 @@ def allocate(
             exact and first tokens are counted. Or
         bytes_per_token: of the whole cache of T tokens, in the dtype of the model, divided by T. Exactly one
             of the two.
-        context_length: T, tokens up to which the model will decode. Default: that of the calibration.
+        context_length: T, tokens up to which the model will decode. Give it: the default is the longest text
+            of the calibration, and a cache of more tokens is smaller than asked for, and loses more.
         ranks: of levels, ``"per_layer"``; or ``"uniform"``: one choice for all layers, the best that fits,
             as a baseline.
         methods: ``("tokens", "bits")``, ``("heads", "bits")``, one of these, or ``("levels",)``. Default: of
@@ -202,7 +231,8 @@ def _by_heads(
             found.append((loss, of_layers, chosen))
     if not found:
         names = " and ".join(method for method in get_args(Method) if method in methods)
-        raise _too_small(f"choice of {names} gives", budget, plain, smallest, length)
+        error = _too_small(f"choice of {names} gives", budget, plain, smallest, length)
+        raise error if methods & {"tokens", "heads"} else ConfigError(f"{error}. {_NOT_MEASURED}")
     _, of_layers, chosen = min(found, key=lambda one: one[0])  # of equal losses the largest groups
     groups = [group for of_layer in of_layers for group in of_layer]
     numbers, left = iter(chosen), iter(of_layers)
@@ -230,6 +260,7 @@ def _by_heads(
         context_length=length,
         expected_loss=sum(float(group.of_text[number]) for group, number in pairs),
         scorers=scorers,
+        shapes=[layer.shape for layer in calibration.layers],
     )
 
 
@@ -260,6 +291,7 @@ def _by_levels(
         context_length=length,
         expected_loss=sum(float(group.losses[number]) for group, number in pairs),
         has_levels=any(group.specs[number] for group, number in pairs),
+        shapes=[layer.shape for layer in calibration.layers],
     )
 
 
@@ -268,7 +300,7 @@ def _too_small(choices_give: str, budget: float, plain: float, smallest: float, 
     return ConfigError(
         f"no {choices_give} a cache that is {plain / budget:.4g} times smaller ({budget / length:.4g} bytes per "
         f"token): the smallest one of {length} tokens is {plain / smallest:.4g} times smaller "
-        f"({smallest / length:.4g} bytes per token)"
+        f"({smallest / length:.4g} bytes per token), and context_length= gives another number of tokens"
     )
 
 

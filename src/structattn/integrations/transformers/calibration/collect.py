@@ -55,6 +55,8 @@ _SHORTEST_TEXT = 64
 _TEXTS = 2  # on which windows of single heads are measured
 _SCORED_TOKENS = 20480  # of the texts whose tokens are scored
 _WINDOWS = ((128, 8), (512, 2))  # of tokens, first ones included, and at most this part of a text
+_OF_BATCH = "token ids, each a tensor (batch, tokens) or (tokens,), or a dict with input_ids"
+_REMEDY = "[tokenizer(text, return_tensors='pt').input_ids for text in texts] makes them"
 _KNOWN = ("input_ids", "attention_mask", "labels")
 _RESULTS = "moments of layers"
 
@@ -278,7 +280,11 @@ register_observer(_NAME, _attention)
 
 def _batch(batch: object, model: PreTrainedModel) -> _Batch:
     """The tokens and the mask of a batch, and where the real tokens of each row begin and end."""
+    if isinstance(batch, Tensor) and batch.dim() == 1:  # one text
+        batch = batch[None]
     named: Mapping[str, Any] = batch if isinstance(batch, Mapping) else {"input_ids": batch}
+    if not isinstance(named.get("input_ids"), Tensor):
+        raise ConfigError(f"batches must be a list of {_OF_BATCH}, got one with {describe(batch)}; {_REMEDY}")
     for name in named:
         if name not in _KNOWN:
             raise ConfigError(
@@ -360,9 +366,9 @@ def calibrate(
 
     Args:
         model: a plain decoder that ``structurize`` takes; unchanged afterwards.
-        batches: token ids (B, T), or dicts with ``input_ids`` and ``attention_mask`` (padding at the ends of
-            rows). They are read once, and few are enough: some 20,000 tokens, in ten texts or more of a
-            quarter of the length at which the model will be used, or longer.
+        batches: token ids (B, T) or (T,), or dicts with ``input_ids`` and ``attention_mask`` (padding at the
+            ends of rows). They are read once, and few are enough: some 20,000 tokens, in ten texts or more of
+            a quarter of the length at which the model will be used, or longer.
         block_sizes: rising. Default: powers of 2 from 16 on, below the length of the first batch.
         num_queries: queries of each row whose scores are looked at, neighbors at a random place, the same
             ones in every run. ``None``: all.
@@ -402,7 +408,8 @@ def calibrate(
     """
     check_type("model", model, PreTrainedModel, "a model of transformers")
     check_plain(model)
-    check_type("batches", batches, Iterable, "an iterable of tensors (batch, tokens) or of dicts with input_ids")
+    if not isinstance(batches, Iterable) or isinstance(batches, str | Mapping):  # these two are not made of batches
+        raise ConfigError(f"batches must be a list of {_OF_BATCH}, got {describe(batches)}; {_REMEDY}")
     if num_queries is not None:
         check_size("num_queries", num_queries, MAX_LENGTH)
     check_type("retrieval", retrieval, bool, "True or False")
@@ -416,7 +423,8 @@ def calibrate(
         )
         for layer in attention
     }
-    read = [_batch(batch, model) for batch in batches]
+    one_text = isinstance(batches, Tensor) and batches.dim() == 1
+    read = [_batch(batch, model) for batch in ([batches] if one_text else batches)]
     if not read:
         raise ConfigError("calibrate needs at least one batch, got none")
     sizes, longest = _blocks(block_sizes, read[0].longest), max(batch.longest for batch in read)

@@ -75,6 +75,26 @@ class AttentionShape:
         )
 
 
+def check_shapes(known: Sequence[AttentionShape], layers: Sequence[FoundAttention], what: str) -> None:
+    """Raises ``ConfigError`` unless the layers of a model have the shapes of one that was calibrated.
+
+    Args:
+        what: ``"calibration"``, or what was made of it.
+    """
+    shapes = [AttentionShape.of(attention) for attention in layers]
+    if len(shapes) != len(known):
+        raise ConfigError(
+            f"the {what} is of a model with {len(known)} attention layers, and this one has {len(shapes)}: calibrate "
+            "this model"
+        )
+    for shape, other in zip(known, shapes, strict=True):
+        if shape != other:
+            raise ConfigError(
+                f"the {what} is of another model: layer {shape.index} has {shape} there, and layer {other.index} of "
+                f"this model {other}: calibrate this model"
+            )
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayerCalibration:
     """What is known of one layer.
@@ -131,6 +151,15 @@ class Calibration:
     tokens: TokenScores | None = None
     bits: BitLosses | None = None
 
+    def __repr__(self) -> str:
+        """What was measured, in a line."""
+        measured = {"tokens": self.tokens, "heads": self.effects, "bits": self.bits}
+        names = [name for name, found in measured.items() if found is not None]
+        return (
+            f"Calibration({len(self.layers)} attention layers, texts of up to {self.context_length:,} tokens, "
+            f"measured: {', '.join([*names, 'levels'])})"
+        )
+
     @property
     def digest(self) -> str:
         """SHA-256 of the shapes of the model's attention layers."""
@@ -138,18 +167,7 @@ class Calibration:
 
     def check(self, layers: Sequence[FoundAttention]) -> None:
         """Raises ``ConfigError`` unless these layers have the shapes of the model that was calibrated."""
-        shapes = [AttentionShape.of(attention) for attention in layers]
-        if len(shapes) != len(self.layers):
-            raise ConfigError(
-                f"the calibration is of a model with {len(self.layers)} attention layers, and this one has "
-                f"{len(shapes)}: calibrate this model"
-            )
-        for layer, other in zip(self.layers, shapes, strict=True):
-            if layer.shape != other:
-                raise ConfigError(
-                    f"the calibration is of another model: layer {layer.shape.index} has {layer.shape} there, and "
-                    f"layer {other.index} of this model {other}: calibrate this model"
-                )
+        check_shapes([layer.shape for layer in self.layers], layers, "calibration")
 
     def nearest_block(self, size: int) -> int:
         """The number of the calibrated block size that is nearest to a size, as a ratio."""

@@ -19,11 +19,14 @@ def as_texts(texts: Any, vocab_size: int) -> list[Tensor]:
     Raises:
         ConfigError: they are not ints in one or two dimensions, or not in the vocabulary.
     """
-    expected = "token ids: a tensor (tokens,) or (texts, tokens), or an iterable of tensors (tokens,) or lists"
+    expected = "token ids: a tensor (tokens,) or (texts, tokens), or an iterable of such tensors or lists"
     check_type("texts", texts, Iterable, expected, "tokenizer(text).input_ids makes them")
     if isinstance(texts, str):
         raise ConfigError(f"texts must be {expected}, got {describe(texts)}; tokenizer(text).input_ids makes them")
-    rows = texts[None] if isinstance(texts, Tensor) and texts.dim() == 1 else texts
+    given = [texts] if isinstance(texts, Tensor) else texts
+    rows: list[Any] = []
+    for x in given:
+        rows.extend(x if isinstance(x, Tensor) and x.dim() == 2 else [x])
     made = []
     for number, row in enumerate(rows):
         try:

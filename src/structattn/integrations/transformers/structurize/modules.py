@@ -212,6 +212,11 @@ class StructuredAttention(NumberedLayer):
                 f"the cache chooses tokens (keep=), and layer {self.layer_idx} of this model has no token scores: "
                 "structurize(model, allocate(calibrate(model, batches), ...)) adds them"
             )
+        if states.shape[-1] != scorer.in_features:
+            raise ConfigError(
+                f"the token scores of layer {self.layer_idx} are of a model with hidden states of {scorer.in_features} "
+                f"numbers, and these have {states.shape[-1]}: calibrate this model"
+            )
         scores: Tensor = scorer(states)
         # Equal tokens of the first layer have equal scores, of which the first ones stay. In more bits the
         # roundings of the calls would choose: of a prompt, of single tokens, or of those of several requests.

@@ -117,6 +117,8 @@ def structurize(
     split = check_any_split(rotary_split)
     attention = _attention_layers(model, calibration)
     length = _length_of_blocks(model, context_length)
+    if isinstance(spec, Allocation):
+        spec.check(list(attention.values()))
     chosen = chosen_layers(layers, list(attention))
     specs = specs_of_layers(spec, chosen, model.config.num_hidden_layers)
     if isinstance(spec, Allocation) and spec.has_levels and split not in CALIBRATED_SPLITS:

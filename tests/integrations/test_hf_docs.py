@@ -46,7 +46,8 @@ def test_the_examples_run(monkeypatch, tmp_path) -> None:
     assert type(values["model"]).__name__ == "StructAttnQwen3ForCausalLM"
     shown = json.loads("{" + re.search(r"```json\n(.*?)```", FILES.read_text(), re.DOTALL)[1] + "}")["structattn"]
     assert values["model"].config.structattn == shown | {"specs": ["mlr:64|32|32"] * 2, "rotations": ["halves:128"] * 2}
-    values = {"batches": [tokens(2, 128)]}
+    texts = {name: transformers.BatchEncoding({"input_ids": tokens(1, 128, seed)}) for seed, name in enumerate("ab")}
+    values = {"documents": list(texts), "tokenizer": lambda text, return_tensors: texts[text]}
     sizes["max_position_embeddings"] = 256  # texts are read twice
     exec(examples[2], values)
     assert any(storage.keep is not None for of_layer in values["chosen"].storage for storage in _each(of_layer))

@@ -547,6 +547,12 @@ def test_options_out_of_range(options, message) -> None:
         sa.LevelCache(**options)
 
 
+def test_a_global_window_layout_has_its_own_scale() -> None:
+    q, k, v = draw(1, 2, 2, 2, 5)
+    with pytest.raises(ConfigError, match="has its own scale: leave scale at None"):
+        sa.LevelCache(LAYOUTS["global window"]).attend(q, k, v, scale=0.3)
+
+
 def test_tokens_that_do_not_fit() -> None:
     q, k, v = draw(2, 4, 2, 2, 5)
     cases = [

@@ -352,6 +352,10 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     cache = sa.LevelCache(sa.LevelLayout((4, 4), (1200, 600)), storage=sa.Storage(group_size=64))
     with pytest.raises(ConfigError, match="group_size must divide the blocks of each level: expected a divisor of 600"):
         cache.append(x, x)
+    layout = sa.LevelLayout((5, 3), (192, 24))  # whose chunks begin within groups of a level with shorter blocks
+    cache = sa.LevelCache(layout, chunk_size=36, storage=sa.Storage((16, 8), 16, 8, 0))
+    with pytest.raises(ConfigError, match="expected a divisor of 36, the chunk_size, got 8"):
+        cache.append(x, x)
     cache = sa.LevelCache(storage=sa.Storage())
     with pytest.raises(ConfigError, match="gives no gradients"):
         cache.attend(x.requires_grad_(), x, x)
@@ -436,6 +440,42 @@ def test_the_mean_of_many_values_is_exact(bits: int, size: int, built) -> None:
     wide = (x.double() for x in (0.1 * q[:, :, -1:], keys, values))
     expected = sa.structured_attention(*wide, backend="reference")
     assert float((found - expected).norm() / expected.norm()) < 5e-6
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("outlier", [30, 3000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_a_key_with_a_very_large_number_spoils_no_other(bits, heads, outlier, dtype, built) -> None:
+    """One that queries do not look at, among the first group of 64, and many others."""
+    torch.manual_seed(0)
+    length = 300
+    q, k, v = (torch.randn(1, n, length, 64) for n in (heads, 1, 1))
+    q[..., 0] = -q[..., 0].abs() - 1
+    k[:, :, 5, 0] = outlier
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    cache = sa.LevelCache(storage=sa.Storage(bits, 16, 64, 16))
+    cache.append(k[:, :, :-1], v[:, :, :-1])
+    new = [x[:, :, -1:] for x in (q, k, v)]
+    found = cache.attend(*new).double()
+    keys, values = cache.dense_past(*new[1:])
+    expected = sa.structured_attention(*(x.double() for x in (new[0], keys, values)), backend="reference")
+    assert float((found - expected).norm() / expected.norm()) < (3e-6 if dtype == torch.float32 else 4e-3)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("dim", "value_dim"), [(64, 264), (264, 64), (256, 512)])
+@torch.no_grad()
+def test_more_dimensions_than_whole_numbers_take(bits, dim, value_dim, built) -> None:
+    """Keys or values of more than 256 dimensions, beside others of fewer."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, n, 200, d) for n, d in ((4, dim), (1, dim), (1, value_dim)))
+    storage = sa.Storage(bits, bits, 64, 16)
+    cache = sa.LevelCache(storage=storage)
+    cache.append(k[:, :, :-1], v[:, :, :-1])
+    found = cache.attend(*(x[:, :, -1:] for x in (q, k, v)))
+    assert_close(found, attention(q[:, :, -1:], k, v, None, None, storage, 199))
 
 
 @torch.no_grad()

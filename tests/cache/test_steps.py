@@ -4,6 +4,8 @@ them, and the same errors.
 
 import copy
 import random
+import subprocess
+import sys
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -110,6 +112,40 @@ def test_threads_that_write_and_read(bits, threads, kv_heads, steps) -> None:
     finally:
         torch.set_num_threads(before)
     assert len(steps) == 40
+
+
+WITHOUT_MEMORY = """
+import resource, sys
+from pathlib import Path
+import torch
+import structattn as sa
+
+window = 9_000_000  # whose weights are more than the C library keeps of what was freed
+k, v = torch.zeros(2, 1, 1, window + 10, 1)
+k[:, :, :, 0] = torch.arange(window + 10.) % 1000
+new = [x[:, :, -1:] for x in (k, k, v)]
+cache = sa.LevelCache(window=window, max_length=window)
+cache.append(k[:, :, :-2], v[:, :, :-2])
+with torch.no_grad():
+    cache.attend(*(x[:, :, -2:-1] for x in (k, k, v)))  # which the next step goes on from
+    page = cache._kept.keys[0].pages[0].buffers[0]
+    before = page.clone()
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**20, -1))
+    try:
+        cache.attend(*new)
+    except (MemoryError, RuntimeError):
+        resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
+        sys.exit(0 if torch.equal(page, before) and cache.length == window + 9 else "the cache has changed")
+sys.exit("there was memory")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a limit of memory")
+def test_a_step_without_memory_is_taken_back() -> None:
+    """The slot that it would write to holds what it held."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_MEMORY], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4])

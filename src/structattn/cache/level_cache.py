@@ -24,6 +24,7 @@ from structattn.cache.storage import PAGE_SIZE, LayerStorage, Storage, checked_s
 from structattn.cache.tokens import check_layout_of_call, check_options, checked_padding, checked_shape
 from structattn.checks import check_tensor, check_type, describe, is_int
 from structattn.errors import CacheError, CheckpointError, ConfigError, ShapeError
+from structattn.layout.global_window import GlobalWindowLayout
 from structattn.layout.heads import AnyLayout
 from structattn.layout.levels import LevelLayout
 from structattn.layout.text import TextLayout
@@ -507,6 +508,8 @@ class LevelCache(OneLayerCache):
             self._kept.set_layout(layout)
         if q is not None and options is not None:
             options.check(q, self._kept.length + q.shape[2])
+            if options.scale is not None and isinstance(self.layout, GlobalWindowLayout):
+                raise ConfigError("a global-window layout has its own scale: leave scale at None")
         if token_scores is not None:
             _give_scores(self._kept, token_scores)
         return self._kept

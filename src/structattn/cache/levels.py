@@ -246,11 +246,14 @@ def stored_levels(levels: Sequence[Level], storage: Storage | None, name: str) -
         )
         values = {field.name: getattr(level, field.name) for field in fields(level)}
         recent = RecentLevel(**values, storage=storage, format=of_groups)
-        if recent.of_block is not None and recent.of_block % storage.group_size:
-            raise ConfigError(
-                f"group_size must divide the blocks of each level: expected a divisor of {recent.of_block}, the block "
-                f"of level {level.number}, got {storage.group_size}"
-            )
+        # Blocks are counted from the start of a chunk, so that groups must not lie across two of these either.
+        sizes = () if recent.of_block is None else (recent.of_block, level.chunk_size or recent.of_block)
+        for size, what in zip(sizes, (f"the block of level {level.number}", "the chunk_size"), strict=False):
+            if size % storage.group_size:
+                raise ConfigError(
+                    f"group_size must divide the blocks of each level: expected a divisor of {size}, {what}, got "
+                    f"{storage.group_size}"
+                )
         found.append(recent)
     return tuple(found)
 

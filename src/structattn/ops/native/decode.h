@@ -5,6 +5,13 @@
 #include "products.h"
 #include "storage.h"
 
+#if defined(__AVX512F__)
+#include "integers_avx512.h"
+#elif defined(__AVX2__)
+#include "integers_avx2.h"
+#endif
+
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <memory>
@@ -95,12 +102,17 @@ T weigh(T* x, int64_t size) {
   }
   for (; c < size; ++c) most = std::max(most, x[c]);
   const V shift(most);
+  // Sums of sums, so that what is added to is not much larger than what is added, however long the context is.
   V added(0);
   T total = 0;
-  for (c = 0; c + W <= size; c += W) {
-    const V e = exponential(V::loadu(x + c), shift);
-    e.store(x + c);
-    added = added + e;
+  for (c = 0; c + W <= size;) {
+    V some(0);
+    for (const int64_t end = std::min(size, c + 64 * W); c + W <= end; c += W) {
+      const V e = exponential(V::loadu(x + c), shift);
+      e.store(x + c);
+      some = some + e;
+    }
+    added = added + some;
   }
   for (; c < size; ++c) total += x[c] = exponential(x[c] - most);
   return total + sum_of(added);
@@ -382,11 +394,13 @@ void key_sums_by_numbers(const T* factor, int64_t size, const uint8_t* codes, co
     }
 }
 
-// f for codes of that number of bits and for queries of three bytes, or of two.
+// f for codes of that number of bits and for numbers of three bytes, where `has_integers` allows them, or of two.
 template <typename F>
 auto by_bits(int64_t bits, bool is_wide, const F& f) {
-  if (bits == 8) return is_wide ? f.template operator()<true, 3>() : f.template operator()<true, 2>();
-  return is_wide ? f.template operator()<false, 3>() : f.template operator()<false, 2>();
+#if defined(__AVX512F__)
+  if (is_wide) return bits == 8 ? f.template operator()<true, 3>() : f.template operator()<false, 3>();
+#endif
+  return bits == 8 ? f.template operator()<true, 2>() : f.template operator()<false, 2>();
 }
 
 // Groups that are computed together for M queries.
@@ -397,9 +411,9 @@ constexpr int64_t kGroups = std::max<int64_t>(1, kMostHeads / M);
 template <int M, int G, typename T>
 bool key_sums_by_integers(const T* factor, int64_t size, const uint8_t* const* codes, const GroupSpan<T>& span,
                           int64_t count, int64_t group_size, IntegerRoom& room, T* sums) {
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
   if constexpr (std::is_same_v<T, float>)
-    if (count == G && has_integers(group_size, span.dims))
+    if (count == G && has_integers(group_size, span.dims, span.is_wide))
       return by_bits(span.bits, span.is_wide, [&]<bool kIsByte, int kPieces>() {
         return key_sums<M, G, kIsByte, kPieces>(factor, size, codes, span.dims, group_size, room, sums);
       });
@@ -519,9 +533,9 @@ void add_values_by_numbers(const T* factor, int64_t size, const uint8_t* codes, 
 template <int M, int G, typename T>
 bool add_values_by_integers(const T* factor, int64_t size, const uint8_t* const* codes, const GroupSpan<T>& span,
                             int64_t count, int64_t dims, int64_t group_size, T* lanes, int64_t lanes_row) {
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
   if constexpr (std::is_same_v<T, float>)
-    if (count == G && has_integers(group_size, dims))
+    if (count == G && has_integers(group_size, dims, span.is_wide))
       return by_bits(span.bits, span.is_wide, [&]<bool kIsByte, int kPieces>() {
         if constexpr (G <= kGroupsAtOnce<M, kIsByte, kPieces>)
           return add_value_sums<M, G, kIsByte, kPieces>(factor, size, codes, dims, group_size, lanes, lanes_row);
@@ -534,9 +548,9 @@ bool add_values_by_integers(const T* factor, int64_t size, const uint8_t* const*
 // How many groups of values of a level are added together for M queries.
 template <int M, typename T>
 int64_t groups_at_once(const GroupSpan<T>& span, int64_t group_size) {
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
   if constexpr (std::is_same_v<T, float>)
-    if (has_integers(group_size, std::min(span.dims, group_size)))
+    if (has_integers(group_size, std::min(span.dims, group_size), span.is_wide))
       return by_bits(span.bits, span.is_wide, []<bool kIsByte, int kPieces>() -> int64_t {
         return kGroupsAtOnce<M, kIsByte, kPieces> < kGroups<M> ? 1 : kGroups<M>;
       });
@@ -555,7 +569,7 @@ void add_group_values(const T* weight, int64_t weight_row, const GroupSpan<T>* s
   for (int64_t first = 0, part = 0; first < spans->dims; first += group_size, ++part) {
     const int64_t dims = std::min(group_size, spans->dims - first);
     Vec<T> base[M];
-    for (int m = 0; m < M; ++m) base[m] = Vec<T>::loadu(room.lanes_of_group(m, part));
+    std::fill(base, base + M, Vec<T>(T(0)));
     T* const factor = room.factor.data();
     for (int64_t g = 0; g < count; ++g) {
       const GroupSpan<T>& span = spans[g * apart];
@@ -576,7 +590,10 @@ void add_group_values(const T* weight, int64_t weight_row, const GroupSpan<T>* s
         if (!add_values_by_integers<M, 1>(own, size, codes + g, *spans, 1, dims, group_size, lanes, room.lanes_row))
           add_values_by_numbers<T, M>(own, size, codes[g], spans->bits, dims, group_size, lanes, room.lanes_row);
       }
-    for (int m = 0; m < M; ++m) base[m].store(room.lanes_of_group(m, part));
+    for (int m = 0; m < M; ++m) {
+      T* const of_group = room.lanes_of_group(m, part);
+      (Vec<T>::loadu(of_group) + base[m]).store(of_group);
+    }
   }
 }
 
@@ -762,23 +779,44 @@ struct Division {
   bool is_by_head() const { return pieces == 1 && per_key == per_value; }
 };
 
+// Room for each thread of `attend`. All of it is there before the first number is computed, so that nothing fails
+// later.
+template <typename T>
+class StepRooms {
+ public:
+  template <typename S, template <typename> class Span>
+  StepRooms(const Tensor& query, const std::vector<std::vector<Weighed<S, Span>>>& lists, const Division& division,
+            int64_t group_size, int64_t value_dim) {
+    int64_t columns = 0;
+    for (const auto& softmaxes : lists)
+      for (const auto& one : softmaxes) columns = std::max(columns, one.columns);
+    const int64_t pieces = query.size(0) * query.size(1) / division.unit * division.pieces;
+    for (int64_t n = std::min(num_threads(), pieces); n > 0; --n)
+      rooms_.emplace_back(division.most, query.size(3), columns, value_dim, group_size);
+  }
+
+  // One that no other thread has.
+  StepRoom<T>& take() { return rooms_.at(taken_++); }
+
+ private:
+  std::vector<StepRoom<T>> rooms_;
+  std::atomic<int64_t> taken_ = 0;
+};
+
 // Weighted sums (B, H, 1, value dims) of queries (B, H, 1, D), times `factors` (D). The query heads of a key (or value)
 // head read its row: of all in one list of softmaxes, or those of each b in its own. `before(row)` is called for the
 // first row of queries of each piece, before it is computed.
 template <typename S, template <typename> class Span, typename F>
 void attend(const Tensor& query, const Order& order, const Sum<S>* factors,
             const std::vector<std::vector<Weighed<S, Span>>>& lists, const Division& division, int64_t group_size,
-            const F& before, Tensor& out) {
+            StepRooms<Sum<S>>& rooms, const F& before, Tensor& out) {
   using T = Sum<S>;
   const int64_t heads = query.size(1), rows = query.size(0) * heads, dim = query.size(3), value_dim = out.size(3);
   const int64_t unit = division.unit, most = division.most, pieces = division.pieces;
   const S* q = query.const_data_ptr<S>();
   S* to = out.data_ptr<S>();
-  int64_t columns = 0;
-  for (const auto& softmaxes : lists)
-    for (const auto& one : softmaxes) columns = std::max(columns, one.columns);
   parallel_for(rows / unit * pieces, [&](int64_t begin, int64_t end) {
-    StepRoom<T> room(most, dim, columns, value_dim, group_size);
+    StepRoom<T>& room = rooms.take();
     for (int64_t piece = begin; piece < end; ++piece) {
       const int64_t first = piece / pieces * unit + piece % pieces * most;
       const int64_t count = std::min(most, unit - piece % pieces * most);
@@ -822,23 +860,29 @@ Tensor stepped(const std::optional<Tensor>& q, const Tensor& k, const Tensor& v,
   S* const before = old.data_ptr<S>();
   const Token<S> key(k, Order(order), keys, position, kept.chunk, before);
   const Token<S> value(v, Order(std::nullopt), kept.values, position, kept.chunk, before + k.numel());
-  *plan.data_ptr<int64_t>() = number;
   const auto exchange = [&](int64_t from, int64_t to) {
     for (int64_t row = from; row < std::min(to, key.rows()); ++row) key.exchange(row);
     for (int64_t row = from; row < std::min(to, value.rows()); ++row) value.exchange(row);
   };
   const int64_t all = std::max(key.rows(), value.rows());
+  int64_t& newest = *plan.data_ptr<int64_t>();
   if (!q) {
+    newest = number;
     exchange(0, all);
     return out;
   }
   const Division division(q->size(0) * q->size(1), key.rows(), value.rows(), kHeads<S>);
   // By the thread that reads the row: in the caches of its core are the lines that the token goes into.
   const bool is_by_head = division.is_by_head();
-  if (!is_by_head) exchange(0, all);
   const Sum<S>* const factor = factors.const_data_ptr<Sum<S>>();
+  const std::vector<std::vector<Weighed<S, CacheSpan>>> lists = {
+      weighed<S, CacheSpan>(kept, position, factor + q->size(3))};
+  StepRooms<Sum<S>> rooms(*q, lists, division, kept.group_size, v.size(3));
+  const Order of_queries(order);
+  newest = number;
+  if (!is_by_head) exchange(0, all);
   attend<S, CacheSpan>(
-      *q, Order(order), factor, {weighed<S, CacheSpan>(kept, position, factor + q->size(3))}, division, kept.group_size,
+      *q, of_queries, factor, lists, division, kept.group_size, rooms,
       [&](int64_t first) {
         if (is_by_head) exchange(first / division.per_key, first / division.per_key + 1);
       },

@@ -194,7 +194,8 @@ Tensor attended(const Tensor& q, const Tensor& factors, const std::vector<Tensor
   });
   const Division division(batch * q.size(1), batch * kept.keys[0][0].exact.heads, batch * kept.values[0].exact.heads,
                           kHeads<S>);
-  attend<S, TokenSpan>(q, Order(std::nullopt), factor, lists, division, kept.group_size, [](int64_t) {}, out);
+  StepRooms<Sum<S>> rooms(q, lists, division, kept.group_size, value_dim);
+  attend<S, TokenSpan>(q, Order(std::nullopt), factor, lists, division, kept.group_size, rooms, [](int64_t) {}, out);
   return out;
 }
 

@@ -380,6 +380,7 @@ def test_options_are_frozen() -> None:
             *("precision", "batch_tokens", "gpu_memory", "gpus", "link", "tokens", "gpu_flops"),
         },
         commands.CompareCachesCommand: {"set", "data", "out", "resume"},
+        commands.MergeCommand: {"parts", "out"},
         commands.PresetsCommand: set(),
         commands.SettingsCommand: {"task", "preset"},
         commands.CompletionCommand: {"shell"},

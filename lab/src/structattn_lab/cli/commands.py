@@ -15,7 +15,7 @@ from structattn_lab.cli.analysis import BenchCommand, FitCommand, MupCheckComman
 from structattn_lab.cli.caches import CompareCachesCommand
 from structattn_lab.cli.data import DataInfoCommand, DataPrepareCommand
 from structattn_lab.cli.lists import PresetsCommand, SettingsCommand
-from structattn_lab.cli.runs import EvaluateCommand, ForecastCommand, GenerateCommand
+from structattn_lab.cli.runs import EvaluateCommand, ForecastCommand, GenerateCommand, MergeCommand
 from structattn_lab.cli.shrink import ShrinkCommand
 from structattn_lab.cli.train import CompareCommand, SweepCommand, TrainCommand
 from structattn_lab.cli.uptrain import UptrainCommand
@@ -56,6 +56,7 @@ def _of_library(name: str, command: library.Command) -> type[ParsedCommand]:
 COMMANDS: dict[str, type[ParsedCommand]] = {
     "compare": CompareCommand,
     "compare caches": CompareCachesCommand,
+    "merge": MergeCommand,
     "train": TrainCommand,
     "sweep": SweepCommand,
     "shrink": ShrinkCommand,

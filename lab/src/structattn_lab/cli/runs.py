@@ -1,4 +1,4 @@
-"""The commands for finished runs: evaluate, forecast, generate."""
+"""The commands for what is finished: evaluate, forecast, generate and merge."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import tyro
 
 from structattn.cli.session import Session
 from structattn.errors import ConfigError
-from structattn_lab.cli.output import print_metrics, require_extra
+from structattn_lab.cli.output import print_metrics, print_results, require_extra
 from structattn_lab.cli.values import OptionalCount, Seed, constructor, number, whole
 
 RunFolder = Annotated[Path, tyro.conf.arg(metavar="RUN")]
@@ -173,3 +173,28 @@ class GenerateCommand:
             print("\n\n".join(f"---\n{prompt}{text}" for prompt, text in zip(prompts, texts, strict=True)), end="")
         print(flush=True)
         print(generation.summary(), file=sys.stderr)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeCommand:
+    """Write one table, figures and a report of comparisons that were made in parts.
+
+    Parts have the same settings, and other specs, widths or budgets. Without budgets the first spec must be
+    the same, since it decides how long the others train.
+
+    Example:
+      structattn merge runs/monday runs/tuesday --out runs/both
+    """
+
+    parts: tyro.conf.Positional[Annotated[tuple[Path, ...], tyro.conf.arg(metavar="COMPARISON ...")]]
+    """Folders that `structattn compare` wrote; they are only read."""
+    out: Path | None = None
+    """Output folder. Default: runs/merge-TASK-DATE-TIME."""
+
+    def execute(self, session: Session) -> None:
+        require_extra()
+        from structattn_lab.compare.pages import text
+        from structattn_lab.compare.parts import merge
+
+        done = merge(self.parts, self.out, command=session.line, on_open=session.writes_to)
+        print_results(text(done.record), done)

@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,15 +70,18 @@ class Owner:
 
         A setting that only one of them has is of another version of structattn and is ignored.
         """
-        old, now = (
-            with_todays_specs(json.loads(json.dumps(settings))) for settings in (settings_before, self.settings)
-        )
-        left_out = self.free if free else ()
-        return [
-            f"{name} = {was!r}, now {value!r}"
-            for name, was, value in _differences(old, now)
-            if not any(f"{name}.".startswith(f"{setting}.") for setting in left_out)
-        ]
+        found = differences(settings_before, self.settings, self.free if free else ())
+        return [f"{name} = {was!r}, now {value!r}" for name, was, value in found]
+
+
+def differences(settings: dict[str, Any], now: dict[str, Any], free: Sequence[str]) -> list[tuple[str, Any, Any]]:
+    """Name, old and new value of each setting that differs, without those that may differ."""
+    old, new = (with_todays_specs(json.loads(json.dumps(values))) for values in (settings, now))
+    return [
+        (name, was, value)
+        for name, was, value in _differences(old, new)
+        if not any(f"{name}.".startswith(f"{setting}.") for setting in free)
+    ]
 
 
 def _differences(settings: dict[str, Any], now: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any, Any]]:

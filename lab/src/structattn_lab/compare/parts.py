@@ -1,0 +1,110 @@
+"""One comparison of several that were made in parts: on other days, or on other machines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from structattn.checks import shortened
+from structattn.errors import CheckpointError, ConfigError
+from structattn.files import write_atomic
+from structattn_lab.analysis.model_selection import search
+from structattn_lab.analysis.scaling_law import scaling_laws
+from structattn_lab.compare.pages import write_pages
+from structattn_lab.records.common import REPORT, RESULTS, Results, to_json
+from structattn_lab.records.comparison import BaselineRow, ComparisonRecord, Row, position_of, read_comparison
+from structattn_lab.records.environment import origin
+from structattn_lab.report.runs_csv import runs_csv
+from structattn_lab.runs.folders import Owner, differences, opened
+
+# Parts have other rows.
+_ROWS = ("attention", "widths", "budgets", "variants")
+
+
+def merge(
+    parts: Sequence[Path],
+    out: Path | None = None,
+    *,
+    command: str = "",
+    on_open: Callable[[Path], None] | None = None,
+) -> Results[ComparisonRecord]:
+    """Writes the results, the figures and the report of several comparisons as those of one.
+
+    They may differ in specs, widths, budgets and variants. A row that several have is taken from the first.
+    Without budgets the first spec decides how many steps the others take, so that all parts need the same.
+
+    Args:
+        parts: folders of finished comparisons; they are only read.
+        out: output folder, created. Default: see ``folders.opened``.
+        command: the command line, for the record.
+        on_open: called with the output folder before anything is written.
+
+    Raises:
+        ConfigError: fewer than two parts, other differences between them, or an unusable folder.
+        CheckpointError: a part holds no comparison, or results cannot be written.
+
+    Cost: laws are fitted again, some seconds for each; no model is trained.
+    """
+    if len(parts) < 2:
+        raise ConfigError(f"give at least two folders of comparisons, got {len(parts)}")
+    record = replace(_merged([(part, read_comparison(part)) for part in parts]), **origin(command))
+    owner = Owner(command="merge", task=record.task, settings={"parts": [str(part) for part in parts]}, last=REPORT)
+    with opened(out, owner, resume=None, on_open=on_open) as folder:
+        try:
+            write_atomic(folder / RESULTS, to_json(record))
+            write_atomic(folder / "runs.csv", runs_csv(record))
+            write_pages(record, folder)
+        except OSError as error:
+            raise CheckpointError(f"could not write the results to {folder}: {error.strerror or error}") from error
+    return Results(record=record, folder=folder)
+
+
+def _merged(parts: Sequence[tuple[Path, ComparisonRecord]]) -> ComparisonRecord:
+    """One record of several, but for where it comes from."""
+    (place, first), *others = parts
+    for other_place, other in others:
+        found = differences(first.config, other.config, _ROWS)
+        if other.task != first.task:
+            found.append(("task", first.task, other.task))
+        if other.data != first.data:
+            found.append(("data", first.data, other.data))
+        if not first.config.get("budgets") and (own := _leading(first)) != (its := _leading(other)):
+            found.append(("the first spec, which decides the steps of the others", own, its))
+        if found:
+            words = "; ".join(f"{name} ({own!r} and {its!r})" for name, own, its in found)
+            raise ConfigError(
+                f"{place} and {other_place} are no parts of one comparison, they differ in {shortened(words)}: parts "
+                f"may differ in {', '.join(_ROWS)}"
+            )
+    records = [record for _, record in parts]
+    rows: dict[Any, Row] = {}
+    baselines: dict[Any, BaselineRow] = {}
+    for record in records:
+        for row in record.rows:
+            rows.setdefault((position_of(row), row.spec), row)
+        for baseline in record.baselines:
+            baselines.setdefault((position_of(baseline), baseline.name), baseline)
+    config = dict(first.config)
+    for name in _ROWS:
+        config[name] = list(dict.fromkeys(value for record in records for value in record.config.get(name, ())))
+    # In the order in which one comparison has them: by position, each with all specs.
+    specs, places = config["attention"], list(dict.fromkeys(place for place, _ in rows))
+    settings = list(dict.fromkeys(place.setting for place in places))
+    places.sort(key=lambda place: (settings.index(place.setting), place.width or 0, place.budget or 0))
+    ordered = [rows[place, spec] for place in places for spec in specs if (place, spec) in rows]
+    return replace(
+        first,
+        config=config,
+        meanings={spec: meaning for record in records for spec, meaning in record.meanings.items()},
+        rows=tuple(ordered),
+        baselines=tuple(baselines.values()),
+        scaling=scaling_laws(ordered, specs) if config["budgets"] else None,
+        search=search(ordered, list(baselines.values())) if config.get("search") else None,
+    )
+
+
+def _leading(record: ComparisonRecord) -> str:
+    """The spec that comes first."""
+    return str(record.config["attention"][0])

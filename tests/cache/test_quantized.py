@@ -3,8 +3,11 @@ calls, with and without the C++ code.
 """
 
 import copy
+import os
 import pickle
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +21,7 @@ from structattn.cache import native_decode
 from structattn.cache.storage import GroupStore, quantize
 from structattn.cache.storage.quantize import GroupFormat, packed, quantized, unpacked
 from structattn.errors import CacheError, CheckpointError, ConfigError, ShapeError
+from structattn.ops.native import compiler
 from structattn.testing.tolerances import assert_close
 
 QUICK = {0, 1, 2, 5, 6, 7, 8, 9, 10}  # programs of few tokens
@@ -476,6 +480,21 @@ def test_more_dimensions_than_whole_numbers_take(bits, dim, value_dim, built) ->
     cache.append(k[:, :, :-1], v[:, :, :-1])
     found = cache.attend(*(x[:, :, -1:] for x in (q, k, v)))
     assert_close(found, attention(q[:, :, -1:], k, v, None, None, storage, 199))
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("built")  # where there is a compiler
+@pytest.mark.parametrize("instructions", compiler.instructions_here()[1:])
+def test_codes_with_instructions_of_other_processors(instructions: str, tmp_path: Path) -> None:
+    """The tests above again, with the libraries that are not the first choice here."""
+    chosen = "test_groups_of_whole or test_the_mean_of or spoils_no_other or whole_numbers_take"
+    command = [sys.executable, "-m", "pytest", "-q", "-k", chosen, f"--basetemp={tmp_path / 'tests'}", __file__]
+    done = subprocess.run(
+        command, env={**os.environ, "STRUCTATTN_TEST_CPU": instructions}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert " passed" in done.stdout or "100%" in done.stdout
+    assert list((tmp_path / "tests" / "native").glob(f"native_{instructions}_*.so"))
 
 
 @torch.no_grad()

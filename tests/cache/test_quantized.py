@@ -493,7 +493,6 @@ def test_codes_with_instructions_of_other_processors(instructions: str, tmp_path
         command, env={**os.environ, "STRUCTATTN_TEST_CPU": instructions}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout[-2000:]
-    assert " passed" in done.stdout or "100%" in done.stdout
     assert list((tmp_path / "tests" / "native").glob(f"native_{instructions}_*.so"))
 
 

@@ -114,6 +114,22 @@ def test_threads_that_write_and_read(bits, threads, kv_heads, steps) -> None:
     assert len(steps) == 40
 
 
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_sums_over_long_contexts(bits) -> None:
+    """Weights and values that are all alike but for one: what is added is always rounded in the same direction."""
+    length, dim = 120_001, 8
+    q, k = torch.zeros(1, 1, 1, dim), torch.zeros(1, 1, length, dim)
+    q[..., 0], k[:, :, -2, 0] = dim**0.5, 0.36
+    v = torch.full((1, 1, length, dim), 100.3)
+    cache = sa.LevelCache(storage=None if bits == 16 else sa.Storage(bits, bits, 64, 128))
+    cache.append(k[:, :, :-1], v[:, :, :-1])
+    new = [x[:, :, -1:] for x in (q, k, v)]
+    found = cache.attend(*new)
+    keys, values = cache.dense_past(*new[1:])
+    weights = torch.softmax(q.double() @ keys.double().mT * dim**-0.5, dim=-1)
+    assert relative_error(found, weights @ values.double()) < 3e-6
+
+
 WITHOUT_MEMORY = """
 import resource, sys
 from pathlib import Path

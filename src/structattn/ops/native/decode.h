@@ -741,21 +741,25 @@ void attend_together(const std::vector<Weighed<S, Span>>& softmaxes, int64_t key
       const GroupSpan<T>* const spans = groups.data() + n;
       const int64_t count = like_the_first(spans, groups.size() - n);
       const int64_t at_once = groups_at_once<M>(*spans, group_size), apart = count / at_once;
-      std::fill_n(lanes, M * room.group.lanes_row, T(0));
       const auto add = [&](int64_t first, int64_t some) {
         add_group_values<T, M>(weight, room.columns, spans + first, apart, some, value_row, group_size, room.group);
       };
-      // Those that are added together are far from each other, as rows in `add_scores` are.
-      for (int64_t g = 0; g < apart; ++g) add(g, at_once);
-      for (int64_t g = at_once * apart; g < count; ++g) add(g, 1);
-      for (int m = 0; m < M; ++m) {
-        T* const to = sums + m * room.value_dim + spans->first;
-        T of_group = 0;
-        for (int64_t d = 0; d < spans->dims; ++d) {
-          if (d % group_size == 0) of_group = sum_of(Vec<T>::loadu(room.group.lanes_of_group(m, d / group_size)));
-          to[d] += sum_of(Vec<T>::loadu(lanes + m * room.group.lanes_row + d * Codes<T>::W)) + of_group;
+      int64_t g = 0;
+      do {  // some at a time, so that sums of long contexts are sums of sums
+        std::fill_n(lanes, M * room.group.lanes_row, T(0));
+        // Those that are added together are far from each other, as rows in `add_scores` are.
+        for (const int64_t end = std::min(apart, g + 64); g < end; ++g) add(g, at_once);
+        if (g == apart)
+          for (int64_t rest = at_once * apart; rest < count; ++rest) add(rest, 1);
+        for (int m = 0; m < M; ++m) {
+          T* const to = sums + m * room.value_dim + spans->first;
+          T of_group = 0;
+          for (int64_t d = 0; d < spans->dims; ++d) {
+            if (d % group_size == 0) of_group = sum_of(Vec<T>::loadu(room.group.lanes_of_group(m, d / group_size)));
+            to[d] += sum_of(Vec<T>::loadu(lanes + m * room.group.lanes_row + d * Codes<T>::W)) + of_group;
+          }
         }
-      }
+      } while (g < apart);
       n += count;
     }
     for (int m = 0; m < M; ++m)

@@ -116,7 +116,7 @@ def test_threads_that_write_and_read(bits, threads, kv_heads, steps) -> None:
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
 def test_sums_over_long_contexts(bits) -> None:
-    """Weights and values that are alike but for one: what is added is always rounded in the same direction."""
+    """Weights and values that are alike but for one: each addition is rounded in the same direction."""
     length, dim = 120_001, 8
     q, k = torch.zeros(1, 1, 1, dim), torch.zeros(1, 1, length, dim)
     q[..., 0], k[:, :, -2, 0] = dim**0.5, 0.36

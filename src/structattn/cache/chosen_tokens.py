@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +17,7 @@ from structattn.cache.contents import Contents, TokenShape
 from structattn.cache.levels import Level
 from structattn.cache.over_quantized import check_no_gradient
 from structattn.cache.storage import FIRST_TOKENS, PAGE_SIZE, LayerStorage, LevelStore, Storage, storage_of_heads
+from structattn.cache.storage.page import writable
 from structattn.errors import CacheError, CheckpointError, ConfigError, ShapeError
 from structattn.ops import Backend
 from structattn.ops.checks import autocasted
@@ -32,11 +34,13 @@ class _Return:
         contents: those that hold the tokens, and that hold the mark.
         decided: as of ``ChosenTokens``.
         scores: a copy, where they were moved.
+        overwritten: functions that take back what was decided just before, the last one first.
     """
 
     contents: Contents
     decided: int
     scores: Tensor | None
+    overwritten: Sequence[Callable[[], object]] = ()
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,11 @@ class ChosenTokens:
         self._mark: _Return | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_mark": None}
+        return {**self.__dict__, "_mark": None, "_scores": self._scores.clone()}  # separate memory: see `FullPage`
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._scores = writable(self._scores)
 
     def _of_kept(self, tokens: int) -> int:
         """How many of that many tokens are kept, in whole groups."""
@@ -228,15 +236,29 @@ class ChosenTokens:
             self._mark = None
             self._decide()
 
-    def _decide(self) -> None:
-        while self._is_due:
-            size, first = self.storage.block, self._chosen
-            places = _places(self.storage, self._scores[:, :, :size], self.decided // size)
-            k, v = self.kept.read_plain(first, first + size)
-            scores = self._scores[:, :, size : self._open].clone()
-            self.kept.replace_plain(first, first + size, _taken(k, places), _taken(v, places))
-            self.decided += size
-            self._store_scores(0, scores)
+    def _decide(self) -> Sequence[Callable[[], object]]:
+        """Decides on all blocks that are due, or on none if it fails; returns what takes that back, the last
+        one first.
+        """
+        overwritten: list[Callable[[], object]] = []
+        try:
+            while self._is_due:
+                size, first = self.storage.block, self._chosen
+                places = _places(self.storage, self._scores[:, :, :size], self.decided // size)
+                k, v = self.kept.read_plain(first, first + size)
+                with torch.inference_mode(False):
+                    scores = torch.zeros_like(self._scores)
+                scores[:, :, : self._open - size] = self._scores[:, :, size : self._open]
+                overwritten.append(partial(self._set_decided, self.decided, self._scores))
+                self.kept.replace_plain(first, first + size, _taken(k, places), _taken(v, places), overwritten)
+                self._set_decided(self.decided + size, scores)
+        except BaseException:
+            _take_back(overwritten)
+            raise
+        return overwritten
+
+    def _set_decided(self, count: int, scores: Tensor) -> None:
+        self.decided, self._scores = count, scores
 
     @property
     def _is_due(self) -> bool:
@@ -257,7 +279,8 @@ class ChosenTokens:
 
     def _append_many(self, k: Tensor, v: Tensor, scores: Tensor) -> None:
         if self._mark is not None:  # what replaces others, the mark of the contents does not bring back
-            self._mark = replace(self._mark, scores=self._scores.clone())
+            with torch.inference_mode(False):
+                self._mark = replace(self._mark, scores=self._scores.clone())
             self.kept.undo()
             before, self.kept = self.kept, copy.deepcopy(self.kept)
             before.set_mark()
@@ -323,10 +346,10 @@ class ChosenTokens:
     dense_values = dense_keys
 
     def set_mark(self) -> None:
-        """Marks the point to which ``undo`` returns, after it has decided on what is due."""
-        self.decide()
+        """Marks the point to which ``undo`` returns, and then decides on what is due."""
+        overwritten = self._decide() if self._is_due else ()
         self.kept.set_mark()
-        self._mark = _Return(self.kept, self.decided, None)
+        self._mark = _Return(self.kept, self.decided, None, overwritten)
 
     def undo(self) -> None:
         """Makes the contents what they were at the mark."""
@@ -336,6 +359,7 @@ class ChosenTokens:
         if mark.scores is not None:
             self._scores = mark.scores
         self.kept.undo()
+        _take_back(mark.overwritten)
 
     def crop(self, length: int) -> None:
         """Forgets all tokens but the first ``length``."""
@@ -411,6 +435,11 @@ class ChosenTokens:
             raise CheckpointError(f"the scores of tokens that are not chosen yet must be float32 of shape {shape}")
         self.kept.restore({**plain, "length": self._chosen + count, "quantized": quantized}, tensors)
         self._store_scores(0, scores)
+
+
+def _take_back(overwritten: Sequence[Callable[[], object]]) -> None:
+    for restore in reversed(overwritten):
+        restore()
 
 
 def checked_scores(scores: Tensor | None, shape: TokenShape, count: int, storage: Storage) -> Tensor:

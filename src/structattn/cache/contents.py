@@ -952,34 +952,42 @@ class Contents:
         k, v = found
         return k, v
 
-    def replace_plain(self, first: int, end: int, k: Tensor, v: Tensor) -> None:
+    def replace_plain(
+        self, first: int, end: int, k: Tensor, v: Tensor, overwritten: list[Callable[[], object]]
+    ) -> None:
         """Puts fewer tokens in the place of positions first ... end - 1, of plain attention over rows at one
         position. Where numbers are quantized these are whole groups, and all of their numbers were. What
         follows moves up and stays what it is.
 
         Args:
             k, v: (B, G, n, dim).
+            overwritten: gets functions that make it what it was, the last one first.
         """
-        shift, self._step = end - first - k.shape[2], None
+        length, shift = self.length, end - first - k.shape[2]
         moves = []
         for store, level, groups, x in (
             (self.keys[0], self.key_levels[0], self.key_groups[0], k),
             (self.values[0], self.value_levels[0], self.value_groups[0], v),
         ):
+            held = first if groups is None else max(end, self._oldest(store, level, 0, 0))
+            old = store.read(slice(None), held, length, 0).transpose(2, 3).clone()
             if groups is None:
-                moved = store.read(slice(None), end, self.length, 0).transpose(2, 3)
-                moves.append((store, torch.cat([x, moved], dim=2), first))
+                moves.append((store, torch.cat([x, old[:, :, end - first :]], dim=2), first, store.lost, old, held))
                 continue
             assert groups.end[0] >= end
-            size, held = groups.format.group_size, max(end, self._oldest(store, level, 0, 0))
-            groups.replace(
-                first // size, end // size, groups.format.from_tokens(x.clone(), range(x.shape[2] // size), 0)
-            )
-            moves.append((store, store.read(slice(None), held, self.length, 0).transpose(2, 3).clone(), held - shift))
-            store.lost = [held - shift]
-        self.length -= shift
-        for store, x, at in moves:
-            store.write(x, slice(None), at, 0)
+            size = groups.format.group_size
+            stored = groups.format.from_tokens(x.clone(), range(x.shape[2] // size), 0)
+            groups.replace(first // size, end // size, stored, overwritten)
+            moves.append((store, old, held - shift, [held - shift], old, held))
+
+        def end_with(count: int) -> None:
+            self.length, self._step = count, None
+
+        overwritten.append(partial(end_with, length))
+        for store, x, at, lost, old, held in moves:
+            overwritten.append(partial(_put, store, old, held, store.lost))
+            _put(store, x, at, lost)
+        end_with(length - shift)
 
     def check_crop(self, length: int) -> None:
         """Raises what ``crop`` would raise, and changes nothing."""
@@ -1145,3 +1153,9 @@ class Contents:
             self._set_levels()
 
         return take
+
+
+def _put(store: LevelStore, x: Tensor, first: int, lost: list[int]) -> None:
+    """Numbers (B, heads, n, dim) as the positions from ``first`` on."""
+    store.write(x, slice(None), first, 0)
+    store.lost = lost

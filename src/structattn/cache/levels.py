@@ -246,7 +246,7 @@ def stored_levels(levels: Sequence[Level], storage: Storage | None, name: str) -
         )
         values = {field.name: getattr(level, field.name) for field in fields(level)}
         recent = RecentLevel(**values, storage=storage, format=of_groups)
-        # Blocks are counted from the start of a chunk, so that groups must not lie across two of these either.
+        # Blocks are counted from the start of a chunk, so that groups must not lie across two chunks either.
         sizes = () if recent.of_block is None else (recent.of_block, level.chunk_size or recent.of_block)
         for size, what in zip(sizes, (f"the block of level {level.number}", "the chunk_size"), strict=False):
             if size % storage.group_size:

@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from structattn.cache.storage.page import Page
+from structattn.cache.storage.page import Page, writable
 
 _ALL = slice(None)
 
@@ -37,7 +37,7 @@ class FullPage(Page):
 
     @classmethod
     def of(cls, numbers: Tensor) -> Self:
-        return cls(_writable(numbers))
+        return cls(writable(numbers))
 
     @staticmethod
     def nbytes_of(shape: tuple[int, int, int, int], dtype: torch.dtype) -> int:
@@ -51,7 +51,7 @@ class FullPage(Page):
         return {"numbers": self._page.clone()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(_writable(state["numbers"]))  # type: ignore[misc]
+        self.__init__(writable(state["numbers"]))  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self.of(self._page.clone())
@@ -104,9 +104,3 @@ class FullPage(Page):
     def selected(self, rows: Tensor) -> Self:
         with torch.inference_mode(False):  # as in `__init__`
             return self.__class__(self._page.index_select(0, rows.to(self._page.device)))
-
-
-def _writable(numbers: Tensor) -> Tensor:
-    """The tensor, or a copy of one of inference mode, which cannot be written to outside of it."""
-    with torch.inference_mode(False):
-        return numbers.clone() if numbers.is_inference() else numbers

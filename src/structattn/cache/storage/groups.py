@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from structattn.cache.storage.page import writable
 from structattn.cache.storage.quantize import GroupFormat
 from structattn.errors import CheckpointError
+from structattn.ops.checks import without_autocast
 
 _NAMES = ("codes", "scale", "zero")
 
@@ -45,8 +47,23 @@ class GroupStore:
 
     names = _NAMES
 
+    # A copy gets separate memory: see `FullPage`.
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_places": None}  # addresses are those of this memory
+        pages = [tuple(x.clone() for x in page) for page in self.pages]
+        return {**self.__dict__, "pages": pages, "_places": None}  # addresses are those of this memory
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._take_pages(state["pages"])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied = type(self).__new__(type(self))
+        copied.__setstate__({**self.__getstate__(), "end": list(self.end), "first": list(self.first)})
+        return copied
+
+    def _take_pages(self, pages: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
+        self.pages = [(writable(codes), writable(scale), writable(zero)) for codes, scale, zero in pages]
 
     @property
     def capacity(self) -> int:
@@ -151,24 +168,36 @@ class GroupStore:
                     overwritten.append(partial(there.copy_, there.clone()))
                 there.copy_(new[:, :, first : first + size])
 
-    def replace(self, first: int, end: int, stored: tuple[Tensor, Tensor, Tensor]) -> None:
+    def replace(
+        self,
+        first: int,
+        end: int,
+        stored: tuple[Tensor, Tensor, Tensor],
+        overwritten: list[Callable[[], object]],
+    ) -> None:
         """Puts other groups in the place of groups first ... end - 1, at most as many; those after them move
         up, with their codes. For stores that are no ring, of rows at one position.
 
         Args:
             stored: codes, scale and zero of n groups, of ``GroupFormat``.
+            overwritten: gets functions that make it what it was.
         """
-        used, moved = self.end[0] // self.format.group_size, end - first - stored[0].shape[2]
-        for number, new in enumerate(stored):
-            whole = torch.cat([page[number] for page in self.pages], dim=2)
-            whole = torch.cat([whole[:, :, :first], new, whole[:, :, end:used]], dim=2)
-            at = 0
-            for page in self.pages:
-                count = min(page[number].shape[2], whole.shape[2] - at)
-                if count > 0:
-                    page[number][:, :, :count] = whole[:, :, at : at + count]
-                at += page[number].shape[2]
-        self.end = [self.end[0] - moved * self.format.group_size]
+        before, size = self.end, self.format.group_size
+        spans = list(self._spans(first, before[0] // size - first, 0))
+        parts = [[page[n][:, :, at : at + count] for _, count, page, at in spans] for n in range(len(_NAMES))]
+        with without_autocast(stored[0]):
+            old = [torch.cat(of_pages, dim=2) for of_pages in parts]
+            new = [torch.cat([x, y[:, :, end - first :]], dim=2) for x, y in zip(stored, old, strict=True)]
+
+        def put(numbers: Sequence[Tensor], ends: list[int]) -> None:
+            for done, count, page, at in spans:
+                for held, x in zip(page, numbers, strict=True):
+                    some = x[:, :, done : done + count]
+                    held[:, :, at : at + some.shape[2]] = some
+            self.end = ends
+
+        overwritten.append(partial(put, old, before))
+        put(new, [before[0] - (end - first - stored[0].shape[2]) * size])
 
     def read(self, rows: slice, first: int, end: int, start: int, dtype: torch.dtype) -> Tensor:
         """The numbers of groups first ... end - 1, (rows, heads, n g, dim)."""
@@ -220,8 +249,11 @@ class GroupStore:
                     f"{name} of quantized tokens must be {kind} of shape {(*rows, slots, *shape)}, got {x.dtype} "
                     f"{tuple(x.shape)}"
                 )
-        self.pages = [(pages["codes"], pages["scale"], pages["zero"])]
+        self._take_pages([(pages["codes"], pages["scale"], pages["zero"])])
 
     def state(self) -> dict[str, Tensor]:
         """All pages, as files have them."""
-        return {name: torch.cat([page[n] for page in self.pages], dim=2) for n, name in enumerate(_NAMES) if self.pages}
+        if not self.pages:
+            return {}
+        with without_autocast(self.pages[0][0]):
+            return {name: torch.cat([page[n] for page in self.pages], dim=2) for n, name in enumerate(_NAMES)}

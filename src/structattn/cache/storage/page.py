@@ -10,6 +10,12 @@ import torch
 from torch import Tensor
 
 
+def writable(numbers: Tensor) -> Tensor:
+    """The tensor, or a copy of one of inference mode, which cannot be written to outside of it."""
+    with torch.inference_mode(False):
+        return numbers.clone() if numbers.is_inference() else numbers
+
+
 class Page(ABC):
     """The numbers of one level in consecutive slots, one per position, in one format: a subclass is a format.
 

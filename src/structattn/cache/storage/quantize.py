@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from structattn.ops.checks import without_autocast
 from structattn.ops.native.library import is_here
 
 
@@ -92,7 +93,8 @@ class GroupFormat:
         missing = self.parts * self.group_size - self.dim
         if missing and self.parts > 1:
             parts = [quantized(part, self.bits, -2) for part in x.split(self.group_size, dim=-2)]
-            codes, scale, zero = (torch.cat(of_parts, dim=-2) for of_parts in zip(*parts, strict=True))
+            with without_autocast(x):
+                codes, scale, zero = (torch.cat(of_parts, dim=-2) for of_parts in zip(*parts, strict=True))
             return codes, scale, zero
         parted = x.unflatten(-2, (self.parts, -1))
         codes, scale, zero = quantized(parted, self.bits, -2)

@@ -177,8 +177,9 @@ class StructuredModelMixin(NotCopied):
         tokens.
         """
         if (cache := take_cache(kwargs)) is None:
-            if self._is_trained(kwargs) and storage_of(self.config) is not None:  # type: ignore[attr-defined]
-                kwargs.setdefault("use_cache", False)  # fewer bits give no gradients, and training needs no cache
+            is_trained = self._is_trained(kwargs) and storage_of(self.config) is not None  # type: ignore[attr-defined]
+            if is_trained and kwargs.get("use_cache") is None:  # wrappers hand on what they were not given
+                kwargs["use_cache"] = False  # fewer bits give no gradients, and training needs no cache
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         if isinstance(cache, PackedCache):  # of continuous batching: transformers' models would ask it for masks
             with packed_cache(cache):

@@ -104,13 +104,15 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
         return variant.attend(q, k, v, terms, **options)
 
     weights = None
-    if shows_weights and num_past == 0:
+    # Over an empty cache too, where far tokens of a prompt are read in fewer bits.
+    by_cache = layer is not None and (num_past > 0 or layer.storage is not None)
+    if shows_weights and not by_cache:
         weights = variant.weights(q, k, terms, sequences=sequences, is_causal=mask.is_causal)
     if layer is None:
         return whole().transpose(1, 2).contiguous(), weights
     _check_cached(call, mask, num_past)
-    if num_past > 0 and shows_weights:
-        weights = _cached_weights(layer, q, k, v, variant, terms)
+    if by_cache and shows_weights:
+        weights = _cached_weights(layer, q, k, v, variant, terms, mask.padding_counts)
     if in_program:
         ready = call._replace(variant=variant, query=q, key=k, value=v, attention_mask=mask)
         out = attend_compiled(ready, layer, terms, is_shared=is_shared, first=whole)
@@ -291,7 +293,8 @@ class RegisteredAttention:
     ) -> tuple[Tensor, Tensor | None]:
         """See ``attend``."""
         variant = self.variant(module, query.shape[-1])
-        check_fits(variant.layout, query.shape[-1], query.shape[-1])
+        states = value.states if isinstance(value, PendingStates) else value
+        check_fits(variant.layout, query.shape[-1], states.shape[-1])
         order = self._order(module, variant.layout, query.shape[-1])
         call = AttentionCall(module, variant, order, query, key, value, attention_mask, dropout, scaling, kwargs)
         if isinstance(variant.layout, HeadLayouts):

@@ -269,15 +269,7 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
         def new() -> LevelCache:
             self._variant = variant
-            return LevelCache(
-                variant.layout,
-                window=variant.window,
-                chunk_size=variant.chunk_size,
-                max_length=self.max_length,
-                page_size=self.page_size,
-                left_padding=_nonzero(left_padding),
-                storage=self.storage,
-            )
+            return self._empty(variant, left_padding)
 
         def append(cache: LevelCache, count: int) -> None:
             of_these = None if scores is None else scores[:, :, :count]
@@ -292,6 +284,17 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         if module is not None:
             cache.bind(module)
         return cache
+
+    def _empty(self, variant: Variant, left_padding: tuple[int, ...] | None) -> LevelCache:
+        return LevelCache(
+            variant.layout,
+            window=variant.window,
+            chunk_size=variant.chunk_size,
+            max_length=self.max_length,
+            page_size=self.page_size,
+            left_padding=_nonzero(left_padding),
+            storage=self.storage,
+        )
 
     @contextmanager
     def uncounted(self, num_past: int, *, again: bool = False) -> Iterator[None]:
@@ -321,13 +324,23 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         assert self.level_cache is not None
         return self.level_cache.dense_past(k, v)
 
-    def weights(self, q: Tensor, k: Tensor, v: Tensor, variant: Variant, terms: ScoreTerms) -> Tensor:
+    def weights(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        variant: Variant,
+        terms: ScoreTerms,
+        left_padding: tuple[int, ...] | None = None,
+    ) -> Tensor:
         """The attention weights of new tokens after those in the cache, (B, H, T, S); arguments as
         ``attend``.
         """
-        assert self.level_cache is not None
+        cache = self.level_cache
+        if cache is None or cache.length == 0:
+            cache = self._empty(variant, left_padding)
         q, terms = variant.fitted(q, terms)
-        return self.level_cache.weights(
+        return cache.weights(
             q,
             k,
             v,
@@ -386,6 +399,7 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.level_cache = None
         self._variant = None
         self._recording = None
+        self.last_call = self.token_scores = self._last_scores = None  # which hold what was cached
         self.is_initialized = False
 
     def activate_past_recording(self) -> None:

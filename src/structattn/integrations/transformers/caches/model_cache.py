@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -196,6 +197,9 @@ class LevelCaches(DynamicCache):  # type: ignore[misc]
 
     def __init__(self, layers: list[Any]) -> None:
         Cache.__init__(self, layers=layers)
+
+    def __copy__(self) -> LevelCaches:
+        return copy.deepcopy(self)  # a copy shares no memory
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """As ``Cache.update``; raises ``CacheError`` as ``check_layers`` when the first layer is reached."""

@@ -414,6 +414,8 @@ def calibrate(
         check_size("num_queries", num_queries, MAX_LENGTH)
     check_type("retrieval", retrieval, bool, "True or False")
     wanted = checked_methods(methods)
+    if torch.is_inference_mode_enabled() and wanted != {"levels"}:
+        raise ConfigError("calibrate needs gradients: call it outside of torch.inference_mode()")
     attention = find_attention(model)
     projections = find_projections(model, [layer.module for layer in attention])
     sources = {layer.keys_of for layer in attention}

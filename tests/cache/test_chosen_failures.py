@@ -1,0 +1,154 @@
+"""A cache that stores fewer bits, or chooses tokens, is what it was after a call that fails, and its copies
+go on alone.
+"""
+
+import copy
+import io
+import pickle
+from multiprocessing.reduction import ForkingPickler
+
+import pytest
+import torch
+from test_undo import croppable, interrupted
+
+import structattn as sa
+
+SIZES = {"group_size": 4, "residual": 4, "keep": 8, "block": 16, "recent": 12}
+STORAGES = {
+    "16 bits": sa.Storage(16, 16, **SIZES),
+    "4 bits": sa.Storage(4, 4, **SIZES),
+    "8 and 16 bits": sa.Storage(8, 16, **SIZES),
+    "heads": [sa.Storage(4, 8, **SIZES), None],
+    "all tokens in 4 bits": sa.Storage(4, 4, group_size=4, residual=4),
+}
+
+
+class Tokens:
+    """The tokens of a cache, with their scores."""
+
+    def __init__(self, storage, seed=0, batch=1) -> None:
+        made = torch.Generator().manual_seed(seed)
+        self.qkv = [torch.randn(batch, heads, 80, 8, generator=made) for heads in (4, 2, 2)]
+        each = storage if isinstance(storage, list) else [storage]
+        chooses = any(one is not None and one.keep is not None for one in each)
+        self.scores = torch.randn(batch, 2, 80, generator=made) if chooses else None
+
+    def attend(self, cache, first, end):
+        scores = None if self.scores is None else self.scores[:, :, first:end]
+        return cache.attend(*(x[:, :, first:end] for x in self.qkv), token_scores=scores)
+
+    def filled(self, storage, to):
+        """A cache of the first tokens: 24 at once, then one by one."""
+        cache = sa.LevelCache(storage=storage)
+        with torch.no_grad():
+            self.attend(cache, 0, 24)
+            for at in range(24, to):
+                self.attend(cache, at, at + 1)
+        return cache
+
+
+@pytest.mark.parametrize("name", STORAGES)
+@torch.no_grad()
+def test_an_interrupt_while_a_block_is_decided_on_changes_nothing(name, request: pytest.FixtureRequest) -> None:
+    tokens = Tokens(STORAGES[name])
+    base = tokens.filled(STORAGES[name], 28)  # the next token makes the first 16 old enough
+    lengths = croppable(base)
+    expected = [tokens.attend(twin, at, at + 1) for twin in [copy.deepcopy(base)] for at in range(28, 34)]
+    tokens.attend(copy.deepcopy(base), 28, 29)  # what the first call of a process does is not counted
+    counted = copy.deepcopy(base)
+    with interrupted(0) as seen:
+        tokens.attend(counted, 28, 29)
+    stride = 1 if request.config.getoption("--full") else seen[0] // 20
+    for at in range(1 + seen[0] % 3, seen[0] + 1, stride):
+        cache = copy.deepcopy(base)
+        with pytest.raises(KeyboardInterrupt), interrupted(at):
+            tokens.attend(cache, 28, 29)
+        assert cache.length == 28
+        # At the last line of the decision that is made there is no call yet that could be taken back.
+        assert croppable(cache) in (lengths, [length for length in lengths if length == 0 or length >= 16])
+        found = [tokens.attend(cache, at, at + 1) for at in range(28, 34)]
+        assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    assert seen[0] > 60
+
+
+@pytest.mark.parametrize("name", STORAGES)
+@torch.no_grad()
+def test_undo_takes_back_what_a_step_decided(name) -> None:
+    tokens = Tokens(STORAGES[name])
+    cache = tokens.filled(STORAGES[name], 28)
+    lengths, twin = croppable(cache), copy.deepcopy(cache)
+    for count in (1, 30):
+        tokens.attend(cache, 28, 28 + count)
+        cache.undo()
+        assert croppable(cache) == lengths
+    for one in (cache, twin):
+        one.crop(26)
+    for at in range(26, 50):
+        assert torch.equal(tokens.attend(cache, at, at + 1), tokens.attend(twin, at, at + 1))
+
+
+@pytest.mark.parametrize("name", STORAGES)
+@torch.no_grad()
+def test_steps_and_files_under_autocast(name, tmp_path) -> None:
+    tokens = Tokens(STORAGES[name])
+    tokens.qkv = [x.bfloat16() for x in tokens.qkv]
+    cache, twin = (tokens.filled(STORAGES[name], 28) for _ in range(2))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = [tokens.attend(cache, at, at + 1) for at in range(28, 50)]
+        cache.save(tmp_path / "cache.safetensors")
+    expected = [tokens.attend(twin, at, at + 1) for at in range(28, 50)]
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    loaded = sa.LevelCache.load(tmp_path / "cache.safetensors")
+    assert torch.equal(tokens.attend(loaded, 50, 51), tokens.attend(twin, 50, 51))
+
+
+def _copies(cache, folder):
+    """A cache in every way in which it can be copied, and by a file."""
+    yield copy.deepcopy(cache)
+    yield copy.copy(cache)
+    yield pickle.loads(pickle.dumps(cache))
+    yield pickle.loads(ForkingPickler.dumps(cache))  # between processes: tensors are shared memory
+    buffer = io.BytesIO()
+    torch.save(cache, buffer)
+    buffer.seek(0)
+    yield torch.load(buffer, weights_only=False)
+    cache.save(folder / "cache.safetensors")
+    yield sa.LevelCache.load(folder / "cache.safetensors")
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("name", STORAGES)
+def test_copies_share_no_memory(name, inference, tmp_path) -> None:
+    tokens, others = Tokens(STORAGES[name]), Tokens(STORAGES[name], seed=1)
+    cache = tokens.filled(STORAGES[name], 28)
+    with torch.no_grad():
+        expected = [tokens.attend(twin, at, at + 1) for twin in [copy.deepcopy(cache)] for at in range(28, 48)]
+    with torch.inference_mode(inference):
+        found = list(_copies(cache, tmp_path))
+    with torch.no_grad():
+        for one in found:
+            for at in range(28, 48):
+                others.attend(one, at, at + 1)
+        assert all(
+            torch.equal(tokens.attend(cache, at, at + 1), right)
+            for at, right in zip(range(28, 48), expected, strict=True)
+        )
+
+
+@pytest.mark.parametrize("name", STORAGES)
+def test_a_cache_of_inference_mode_goes_on_outside_of_it(name) -> None:
+    tokens = Tokens(STORAGES[name])
+    cache, twin = sa.LevelCache(storage=STORAGES[name]), sa.LevelCache(storage=STORAGES[name])
+    with torch.no_grad():
+        for first, end in ((0, 10), (10, 50), (50, 51)):
+            tokens.attend(twin, first, end)
+        expected = [tokens.attend(twin, at, at + 1) for at in range(51, 80)]
+    with torch.inference_mode():
+        tokens.attend(cache, 0, 10)
+        tokens.attend(cache, 10, 50)
+        cache.undo()
+        tokens.attend(cache, 10, 50)
+        tokens.attend(cache, 50, 51)
+    with torch.no_grad():
+        found = [tokens.attend(cache, at, at + 1) for at in range(51, 80)]
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))

@@ -551,6 +551,8 @@ def test_refused_calibrations() -> None:
         calibrate(structurize(copy.deepcopy(model), "mlr:4|4"), [IDS])
     with pytest.raises(ConfigError, match="model must be"):
         calibrate(None, [IDS])
+    with pytest.raises(ConfigError, match="needs gradients"), torch.inference_mode():
+        calibrate(model, [IDS])
     with torch.no_grad():
         model.model.layers[1].self_attn.v_proj.weight[0, 0] = torch.nan
     with pytest.raises(CalibrationError, match="the values of layer 1 hold NaN"):

@@ -1,10 +1,13 @@
 """Models of transformers with sink tokens, and with a cache of 8 and 4 bits."""
 
 import copy
+import gc
+import weakref
 
 import hf_models as models
 import pytest
 import torch
+import transformers
 from transformers import AttentionInterface
 
 import structattn as sa
@@ -169,3 +172,67 @@ def test_a_storage_is_one_of_ours() -> None:
         level_cache(structurize(models.llama(), "standard"), storage="4 bits")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="storage must be a Storage"):
         structurize(models.llama(), "standard", storage="4 bits")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+@torch.no_grad()
+def test_the_weights_of_a_prompt_are_those_that_made_its_output(padding) -> None:
+    """Far tokens of a prompt are read in fewer bits, also by its own queries."""
+    model, tokens = structurize(models.llama().double().eval(), "standard"), ids()
+    mask = torch.ones_like(tokens)
+    mask[0, :padding] = 0
+    cache = level_cache(model, storage=STORAGE)
+    whole = model(tokens, mask, output_attentions=True, past_key_values=level_cache(model, storage=STORAGE))
+    model(tokens[:, :5], mask[:, :5], past_key_values=cache)
+    parts = model(tokens[:, 5:], mask, output_attentions=True, past_key_values=cache)
+    for found, expected in zip(whole.attentions, parts.attentions, strict=True):
+        assert_close(found[:, :, 5:], expected)
+    exact = model(tokens, mask, output_attentions=True, use_cache=False).attentions[0]
+    assert (whole.attentions[0] - exact).abs().max() > 1e-6
+
+
+def test_a_wrapper_that_calls_forward_trains_too() -> None:
+    """As adapters do: it hands on arguments that it was not given."""
+
+    class Wrapper(torch.nn.Module):
+        def __init__(self, model) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, *args, **options):
+            return self.model.forward(*args, **options)
+
+    model = structurize(models.llama(), "standard", storage=STORAGE).train()
+    assert_close(Wrapper(model)(ids(), labels=ids()).loss, model(ids(), labels=ids()).loss)
+
+
+@torch.no_grad()
+def test_a_copied_cache_goes_on_alone_and_a_reset_one_holds_nothing() -> None:
+    model, tokens = structurize(models.llama().eval(), "standard"), ids()
+    cache = level_cache(model)
+    for first, end in ((0, 20), (20, 21), (21, 22)):
+        model(tokens[:, first:end], past_key_values=cache)
+    model(tokens[:, 22:30], past_key_values=copy.copy(cache))
+    assert [layer.get_seq_length() for layer in cache.layers] == [22, 22]
+    held = [weakref.ref(layer.level_cache) for layer in cache.layers]
+    cache.reset()
+    gc.collect()
+    assert all(one() is None for one in held)
+
+
+@torch.no_grad()
+def test_values_of_other_dimensions_than_keys_have_levels_too() -> None:
+    sizes = {"qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 12, "kv_lora_rank": 16, "q_lora_rank": None}
+    experts = {"first_k_dense_replace": 2, "n_routed_experts": 4}
+    sizes |= {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.DeepseekV3Config(vocab_size=models.VOCAB, num_key_value_heads=4, **sizes, **experts)
+    model, tokens = transformers.DeepseekV3ForCausalLM(config).eval(), ids(length=40)
+    expected = model(tokens).logits
+    for name, values, message in (("fits", "6|6", None), ("short", "4|4", "value dimension .* expected 12, got")):
+        spec = f"mlr:4|4@64|64,scaling=standard,values={values}"
+        model.set_attn_implementation(register_attention(spec, name=f"values_{name}", rotary_split=None))
+        if message is None:
+            assert_close(model(tokens).logits, expected)
+        else:
+            with pytest.raises(ConfigError, match=message):
+                model(tokens)

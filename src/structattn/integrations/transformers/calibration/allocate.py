@@ -32,8 +32,8 @@ from structattn.layers.attention_spec import AttentionSpec
 
 Ranks = Literal["per_layer", "uniform"]
 _NOT_MEASURED = (
-    "Which far tokens matter gives smaller ones; calibrate(model, batches) measures it for causal language models, on "
-    "texts of at least 128 tokens"
+    ". Which far tokens matter gives smaller ones; calibrate(model, batches) measures it for causal language models, "
+    "on texts of at least 128 tokens"
 )
 _BYTES = 2  # of a number of a plain cache, to which a compression is relative
 _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
@@ -231,8 +231,8 @@ def _by_heads(
             found.append((loss, of_layers, chosen))
     if not found:
         names = " and ".join(method for method in get_args(Method) if method in methods)
-        error = _too_small(f"choice of {names} gives", budget, plain, smallest, length)
-        raise error if methods & {"tokens", "heads"} else ConfigError(f"{error}. {_NOT_MEASURED}")
+        advice = "" if methods & {"tokens", "heads"} else _NOT_MEASURED
+        raise _too_small(f"choice of {names} gives", budget, plain, smallest, length, advice)
     _, of_layers, chosen = min(found, key=lambda one: one[0])  # of equal losses the largest groups
     groups = [group for of_layer in of_layers for group in of_layer]
     numbers, left = iter(chosen), iter(of_layers)
@@ -295,12 +295,14 @@ def _by_levels(
     )
 
 
-def _too_small(choices_give: str, budget: float, plain: float, smallest: float, length: int) -> ConfigError:
+def _too_small(
+    choices_give: str, budget: float, plain: float, smallest: float, length: int, advice: str = ""
+) -> ConfigError:
     """The error of a budget of bytes that nothing fits."""
     return ConfigError(
         f"no {choices_give} a cache that is {plain / budget:.4g} times smaller ({budget / length:.4g} bytes per "
         f"token): the smallest one of {length} tokens is {plain / smallest:.4g} times smaller "
-        f"({smallest / length:.4g} bytes per token), and context_length= gives another number of tokens"
+        f"({smallest / length:.4g} bytes per token), and context_length= gives another number of tokens{advice}"
     )
 
 

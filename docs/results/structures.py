@@ -20,6 +20,7 @@ import matplotlib
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
+from matplotlib.ticker import LogLocator
 from scipy.stats import spearmanr
 
 import structattn as sa
@@ -114,7 +115,7 @@ def draw(tasks):
     figure, axes = plt.subplots(len(tasks), len(PROPERTIES), figsize=(10.5, 3.4 * len(tasks)), squeeze=False)
     for of_task, (name, rows) in zip(axes, tasks.items(), strict=True):
         rhos = correlations(rows)
-        top = 1.06 * max(row["error"] + row["error_std"] for row in rows)
+        ends = 0.7 * min(row["error"] for row in rows), 1.2 * max(row["error"] + row["error_std"] for row in rows)
         for ax, (key, label) in zip(of_task, PROPERTIES.items(), strict=True):
             for row in rows:
                 kind = family(row["spec"])
@@ -128,7 +129,11 @@ def draw(tasks):
                     elinewidth=1,
                     label=kind,
                 )
-            ax.set(xlabel=label, ylim=(0, top))
+            ax.set_yscale("log", nonpositive="clip")
+            for set_formatter in (ax.yaxis.set_major_formatter, ax.yaxis.set_minor_formatter):
+                set_formatter("{x:g}")
+            ax.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+            ax.set(xlabel=label, ylim=ends)
             if key != "parameters_per_2_flops":
                 ax.set_xscale("log", base=2)
                 ax.xaxis.set_major_formatter("{x:g}")

@@ -496,6 +496,14 @@ def test_codes_with_instructions_of_other_processors(instructions: str, tmp_path
     assert list((tmp_path / "tests" / "native").glob(f"native_{instructions}_*.so"))
 
 
+def test_more_codes_than_there_is_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("structattn.cache.storage.page.free_memory", lambda: 2**28)
+    cache, x = sa.LevelCache(storage=sa.Storage(8, 8, 64, 64), page_size=2**23), torch.randn(1, 1, 200, 64)
+    with pytest.raises(CacheError, match="would take 570,425,344 bytes .* and this machine has 268,435,456 left"):
+        cache.append(x, x)
+    assert cache.length == 0
+
+
 @torch.no_grad()
 def test_queries_of_any_size(built) -> None:
     """Numbers that have no common unit as integers: none at all, very small ones, and such as are none."""

@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from structattn.cache.storage.page import writable
+from structattn.cache.storage.page import check_room, writable
 from structattn.cache.storage.quantize import GroupFormat
 from structattn.errors import CheckpointError
 from structattn.ops.checks import without_autocast
@@ -96,6 +96,8 @@ class GroupStore:
         size = -(-(slots - capacity) // self.page_size) * self.page_size
         if self.longest is not None:
             size = min(size, self.longest - capacity)
+        of_slot = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.format.tensors(like.dtype))
+        check_room(like, batch * like.shape[1] * size * of_slot)
         with torch.inference_mode(False):  # else they could not be written to outside of that mode
             codes, scale, zero = (
                 like.new_zeros((batch, like.shape[1], size, *shape), dtype=dtype)

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from structattn.cache.storage.full import FullPage
-from structattn.cache.storage.page import Page
-from structattn.errors import CacheError
-from structattn.memory import free_memory
+from structattn.cache.storage.page import Page, check_room
 
 PAGE_SIZE = 1024  # slots of a page, one per token
 TEXT_PAGE_SIZE = 256  # of a paragraph, line or word, whose lengths are not known
@@ -124,7 +122,7 @@ class LevelStore:
             if like.is_cuda:
                 size = -(-size // _ALIGNMENT) * _ALIGNMENT
             shape = (like.shape[0], like.shape[1], self.dim, size)
-            _check_memory(like, self.page_type.nbytes_of(shape, like.dtype))
+            check_room(like, self.page_type.nbytes_of(shape, like.dtype))
             self._pages = (*self._pages, self.page_type.empty(shape, like))
             self.capacity += size
 
@@ -217,17 +215,3 @@ class LevelStore:
     def of_page(cls, page: Page, *, ring: int | None, longest: int | None) -> Self:
         """A storage over numbers that are there already, to be read."""
         return cls(page.shape[2], ring=ring, longest=longest, page_size=page.shape[3], pages=(page,))
-
-
-def _check_memory(like: Tensor, nbytes: int) -> None:
-    """Raises ``CacheError`` for more memory than this machine has left: taking it would end the process, and
-    with it all work.
-    """
-    if like.device.type == "cpu" and nbytes > 2**28:  # for less it is not worth asking
-        free = free_memory()
-        if free is not None and nbytes > free:
-            raise CacheError(
-                f"the cache would take {nbytes:,} bytes for one level of one layer, and this machine has {free:,} "
-                "left: give a smaller max_length or page_size, or leave them at their defaults, with which memory "
-                "grows with the tokens"
-            )

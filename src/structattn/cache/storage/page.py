@@ -9,11 +9,28 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from structattn.errors import CacheError
+from structattn.memory import free_memory
+
 
 def writable(numbers: Tensor) -> Tensor:
     """The tensor, or a copy of one of inference mode, which cannot be written to outside of it."""
     with torch.inference_mode(False):
         return numbers.clone() if numbers.is_inference() else numbers
+
+
+def check_room(like: Tensor, nbytes: int) -> None:
+    """Raises ``CacheError`` for more memory than this machine has left: taking it would end the process, and
+    with it all work.
+    """
+    if like.device.type == "cpu" and nbytes > 2**28:  # for less it is not worth asking
+        free = free_memory()
+        if free is not None and nbytes > free:
+            raise CacheError(
+                f"the cache would take {nbytes:,} bytes for one level of one layer, and this machine has {free:,} "
+                "left: give a smaller max_length or page_size, or leave them at their defaults, with which memory "
+                "grows with the tokens"
+            )
 
 
 class Page(ABC):

@@ -226,7 +226,7 @@ class StructuredAttention(NumberedLayer):
         """Gives the layer a linear map from hidden states to a score of each key head, for caches that choose
         tokens; ``calibrate`` finds its weights.
         """
-        like = next(self.parameters())
+        like = next(x for x in self.parameters() if x.is_floating_point())  # quantized weights are ints
         scorer = nn.Linear(hidden_size, num_heads, device=like.device, dtype=like.dtype)
         setattr(self, TOKEN_SCORES, scorer.requires_grad_(False))  # which tokens stay has no gradient
 

@@ -37,13 +37,16 @@ class Tokens:
         scores = None if self.scores is None else self.scores[:, :, first:end]
         return cache.attend(*(x[:, :, first:end] for x in self.qkv), token_scores=scores)
 
+    def all_of(self, cache, first, end):
+        """The outputs of single tokens."""
+        return [self.attend(cache, at, at + 1) for at in range(first, end)]
+
     def filled(self, storage, to):
         """A cache of the first tokens: 24 at once, then one by one."""
         cache = sa.LevelCache(storage=storage)
         with torch.no_grad():
             self.attend(cache, 0, 24)
-            for at in range(24, to):
-                self.attend(cache, at, at + 1)
+            self.all_of(cache, 24, to)
         return cache
 
 
@@ -53,7 +56,7 @@ def test_an_interrupt_while_a_block_is_decided_on_changes_nothing(name, request:
     tokens = Tokens(STORAGES[name])
     base = tokens.filled(STORAGES[name], 28)  # the next token makes the first 16 old enough
     lengths = croppable(base)
-    expected = [tokens.attend(twin, at, at + 1) for twin in [copy.deepcopy(base)] for at in range(28, 34)]
+    expected = tokens.all_of(copy.deepcopy(base), 28, 34)
     tokens.attend(copy.deepcopy(base), 28, 29)  # what the first call of a process does is not counted
     counted = copy.deepcopy(base)
     with interrupted(0) as seen:
@@ -66,7 +69,7 @@ def test_an_interrupt_while_a_block_is_decided_on_changes_nothing(name, request:
         assert cache.length == 28
         # At the last line of the decision that is made there is no call yet that could be taken back.
         assert croppable(cache) in (lengths, [length for length in lengths if length == 0 or length >= 16])
-        found = [tokens.attend(cache, at, at + 1) for at in range(28, 34)]
+        found = tokens.all_of(cache, 28, 34)
         assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
     assert seen[0] > 60
 
@@ -94,9 +97,9 @@ def test_steps_and_files_under_autocast(name, tmp_path) -> None:
     tokens.qkv = [x.bfloat16() for x in tokens.qkv]
     cache, twin = (tokens.filled(STORAGES[name], 28) for _ in range(2))
     with torch.autocast("cpu", torch.bfloat16):
-        found = [tokens.attend(cache, at, at + 1) for at in range(28, 50)]
+        found = tokens.all_of(cache, 28, 50)
         cache.save(tmp_path / "cache.safetensors")
-    expected = [tokens.attend(twin, at, at + 1) for at in range(28, 50)]
+    expected = tokens.all_of(twin, 28, 50)
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
     loaded = sa.LevelCache.load(tmp_path / "cache.safetensors")
     assert torch.equal(tokens.attend(loaded, 50, 51), tokens.attend(twin, 50, 51))
@@ -122,7 +125,7 @@ def test_copies_share_no_memory(name, inference, tmp_path) -> None:
     tokens, others = Tokens(STORAGES[name]), Tokens(STORAGES[name], seed=1)
     cache = tokens.filled(STORAGES[name], 28)
     with torch.no_grad():
-        expected = [tokens.attend(twin, at, at + 1) for twin in [copy.deepcopy(cache)] for at in range(28, 48)]
+        expected = tokens.all_of(copy.deepcopy(cache), 28, 48)
     with torch.inference_mode(inference):
         found = list(_copies(cache, tmp_path))
     with torch.no_grad():
@@ -142,7 +145,7 @@ def test_a_cache_of_inference_mode_goes_on_outside_of_it(name) -> None:
     with torch.no_grad():
         for first, end in ((0, 10), (10, 50), (50, 51)):
             tokens.attend(twin, first, end)
-        expected = [tokens.attend(twin, at, at + 1) for at in range(51, 80)]
+        expected = tokens.all_of(twin, 51, 80)
     with torch.inference_mode():
         tokens.attend(cache, 0, 10)
         tokens.attend(cache, 10, 50)
@@ -150,5 +153,25 @@ def test_a_cache_of_inference_mode_goes_on_outside_of_it(name) -> None:
         tokens.attend(cache, 10, 50)
         tokens.attend(cache, 50, 51)
     with torch.no_grad():
-        found = [tokens.attend(cache, at, at + 1) for at in range(51, 80)]
+        found = tokens.all_of(cache, 51, 80)
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", STORAGES)
+def test_the_same_with_the_cpp_code(name, built, tmp_path) -> None:
+    """The tests above ran without it."""
+    test_undo_takes_back_what_a_step_decided(name)
+    test_copies_share_no_memory(name, False, tmp_path)
+    test_a_cache_of_inference_mode_goes_on_outside_of_it(name)
+    tokens = Tokens(STORAGES[name])
+    base = tokens.filled(STORAGES[name], 28)
+    with torch.no_grad():
+        expected = tokens.all_of(copy.deepcopy(base), 28, 34)
+        for line in range(1, 200, 19):
+            cache = copy.deepcopy(base)
+            with pytest.raises(KeyboardInterrupt), interrupted(line):
+                tokens.all_of(cache, 28, 34)
+            done = cache.length
+            assert 28 <= done < 34
+            found = tokens.all_of(cache, done, 34)
+            assert all(torch.equal(x, y) for x, y in zip(found, expected[done - 28 :], strict=True))

@@ -93,6 +93,13 @@ def test_laws_are_fitted_to_all_parts(tmp_path, monkeypatch) -> None:
     assert [(row.width, row.budget, row.spec) for row in found.rows] == places
     assert sorted(map(str, found.rows)) == sorted(map(str, whole.rows))
     assert len(found.baselines) == 1
+    assert found.hardware == whole.hardware  # not the machine that merges
+    assert found.data["parts"].startswith(
+        "large of 2026-11-21 (Some CPU; structattn 0.1.0, torch 2.11.0, python 3.12); sm"
+    )
+    again = merge([tmp_path / "all", parts[2]], tmp_path / "again").record
+    assert again.data["parts"].startswith(f"{found.data['parts']}; other of 2026-11-21 (")
+    assert again.rows == found.rows
     expected = scaling_law.scaling_laws(whole.rows, SPECS)
     assert asdict(found.scaling) == asdict(expected)
     assert found.scaling.series[1].frontier.fit is not None

@@ -247,9 +247,11 @@ def stored_levels(levels: Sequence[Level], storage: Storage | None, name: str) -
         values = {field.name: getattr(level, field.name) for field in fields(level)}
         recent = RecentLevel(**values, storage=storage, format=of_groups)
         # Blocks are counted from the start of a chunk, so that groups must not lie across two chunks either.
-        sizes = () if recent.of_block is None else (recent.of_block, level.chunk_size or recent.of_block)
-        for size, what in zip(sizes, (f"the block of level {level.number}", "the chunk_size"), strict=False):
-            if size % storage.group_size:
+        for size, what in (
+            (recent.of_block, f"the block of level {level.number}"),
+            (level.chunk_size, "the chunk_size"),
+        ):
+            if recent.of_block is not None and size is not None and size % storage.group_size:
                 raise ConfigError(
                     f"group_size must divide the blocks of each level: expected a divisor of {size}, {what}, got "
                     f"{storage.group_size}"

@@ -21,6 +21,7 @@ from structattn_lab.runs.folders import Owner, differences, opened
 
 # Parts have other rows.
 _ROWS = ("attention", "widths", "budgets", "variants")
+_PARTS = "parts"  # the entry of a record's data that says where each comes from
 
 
 def merge(
@@ -34,6 +35,7 @@ def merge(
 
     They may differ in specs, widths, budgets and variants. A row that several have is taken from the first.
     Without budgets the first spec decides how many steps the others take, so that all parts need the same.
+    The record has the machine and the versions of the first part, and names those of each under ``data``.
 
     Args:
         parts: folders of finished comparisons; they are only read.
@@ -49,7 +51,9 @@ def merge(
     """
     if len(parts) < 2:
         raise ConfigError(f"give at least two folders of comparisons, got {len(parts)}")
-    record = replace(_merged([(part, read_comparison(part)) for part in parts]), **origin(command))
+    now = origin(command)
+    record = _merged([(part, read_comparison(part)) for part in parts])
+    record = replace(record, created=now["created"], command=now["command"])
     owner = Owner(command="merge", task=record.task, settings={"parts": [str(part) for part in parts]}, last=REPORT)
     with opened(out, owner, resume=None, on_open=on_open) as folder:
         try:
@@ -63,19 +67,20 @@ def merge(
 
 def _merged(parts: Sequence[tuple[Path, ComparisonRecord]]) -> ComparisonRecord:
     """One record of several, but for where it comes from."""
-    (place, first), *others = parts
-    for other_place, other in others:
-        found = differences(first.config, other.config, _ROWS)
-        if other.task != first.task:
-            found.append(("task", first.task, other.task))
-        if other.data != first.data:
-            found.append(("data", first.data, other.data))
-        if not first.config.get("budgets") and (own := _leading(first)) != (its := _leading(other)):
-            found.append(("the first spec, which decides the steps of the others", own, its))
-        if found:
-            words = "; ".join(f"{name} ({own!r} and {its!r})" for name, own, its in found)
+    (folder, first), *others = parts
+    for other_folder, other in others:
+        mismatches = differences(first.config, other.config, _ROWS)
+        for name, value, other_value in (
+            ("task", first.task, other.task),
+            ("data", _without_parts(first), _without_parts(other)),
+            ("the first spec, which decides the steps of the others", _leading(first), _leading(other)),
+        ):
+            if value != other_value:
+                mismatches.append((name, value, other_value))
+        if mismatches:
+            words = "; ".join(f"{name} ({value!r} and {other_value!r})" for name, value, other_value in mismatches)
             raise ConfigError(
-                f"{place} and {other_place} are no parts of one comparison, they differ in {shortened(words)}: parts "
+                f"{folder} and {other_folder} are no parts of one comparison, they differ in {shortened(words)}: parts "
                 f"may differ in {', '.join(_ROWS)}"
             )
     records = [record for _, record in parts]
@@ -90,13 +95,14 @@ def _merged(parts: Sequence[tuple[Path, ComparisonRecord]]) -> ComparisonRecord:
     for name in _ROWS:
         config[name] = list(dict.fromkeys(value for record in records for value in record.config.get(name, ())))
     # In the order in which one comparison has them: by position, each with all specs.
-    specs, places = config["attention"], list(dict.fromkeys(place for place, _ in rows))
-    settings = list(dict.fromkeys(place.setting for place in places))
-    places.sort(key=lambda place: (settings.index(place.setting), place.width or 0, place.budget or 0))
-    ordered = [rows[place, spec] for place in places for spec in specs if (place, spec) in rows]
+    specs, positions = config["attention"], list(dict.fromkeys(position for position, _ in rows))
+    settings = list(dict.fromkeys(position.setting for position in positions))
+    positions.sort(key=lambda at: (settings.index(at.setting), at.width or 0, at.budget or 0))
+    ordered = [rows[position, spec] for position in positions for spec in specs if (position, spec) in rows]
     return replace(
         first,
         config=config,
+        data=_without_parts(first) | {_PARTS: "; ".join(map(_origin_of, parts))},
         meanings={spec: meaning for record in records for spec, meaning in record.meanings.items()},
         rows=tuple(ordered),
         baselines=tuple(baselines.values()),
@@ -105,6 +111,18 @@ def _merged(parts: Sequence[tuple[Path, ComparisonRecord]]) -> ComparisonRecord:
     )
 
 
-def _leading(record: ComparisonRecord) -> str:
-    """The spec that comes first."""
-    return str(record.config["attention"][0])
+def _leading(record: ComparisonRecord) -> str | None:
+    """The spec that comes first, where that matters."""
+    return None if record.config.get("budgets") else str(record.config["attention"][0])
+
+
+def _without_parts(record: ComparisonRecord) -> dict[str, str]:
+    """What is said of the data alone."""
+    return {name: words for name, words in record.data.items() if name != _PARTS}
+
+
+def _origin_of(part: tuple[Path, ComparisonRecord]) -> str:
+    """Where a part comes from, in words."""
+    folder, record = part
+    versions = ", ".join(f"{name} {version}" for name, version in record.versions.items())
+    return record.data.get(_PARTS) or f"{folder.name} of {record.created[:10]} ({record.hardware.cpu}; {versions})"

@@ -258,7 +258,7 @@ class StructuredModelMixin(NotCopied):
         if generation_config.cache_implementation == "quantized":  # for which transformers asks for other packages
             raise CacheError(
                 "structured attention stores fewer bits in its own cache: leave cache_implementation='quantized' away, "
-                "and give cache=level_cache(model, storage=sa.Storage(4, 4))"
+                "and give level_cache(model, storage=sa.Storage(4, 4)) as the cache"
             )
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)  # type: ignore[misc]
         cache = model_kwargs.get(CACHE)

@@ -302,7 +302,7 @@ def _too_small(
     return ConfigError(
         f"no {choices_give} a cache that is {plain / budget:.4g} times smaller ({budget / length:.4g} bytes per "
         f"token): the smallest one of {length} tokens is {plain / smallest:.4g} times smaller "
-        f"({smallest / length:.4g} bytes per token), and context_length= gives another number of tokens{advice}"
+        f"({smallest / length:.4g} bytes per token); context_length= sets the number of tokens{advice}"
     )
 
 

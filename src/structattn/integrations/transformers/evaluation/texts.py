@@ -23,10 +23,9 @@ def as_texts(texts: Any, vocab_size: int) -> list[Tensor]:
     check_type("texts", texts, Iterable, expected, "tokenizer(text).input_ids makes them")
     if isinstance(texts, str):
         raise ConfigError(f"texts must be {expected}, got {describe(texts)}; tokenizer(text).input_ids makes them")
-    given = [texts] if isinstance(texts, Tensor) else texts
     rows: list[Any] = []
-    for x in given:
-        rows.extend(x if isinstance(x, Tensor) and x.dim() == 2 else [x])
+    for text in [texts] if isinstance(texts, Tensor) else texts:
+        rows.extend(text if isinstance(text, Tensor) and text.dim() == 2 else [text])
     made = []
     for number, row in enumerate(rows):
         try:

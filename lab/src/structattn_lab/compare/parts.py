@@ -69,14 +69,13 @@ def _merged(parts: Sequence[tuple[Path, ComparisonRecord]]) -> ComparisonRecord:
     """One record of several, but for where it comes from."""
     (folder, first), *others = parts
     for other_folder, other in others:
-        mismatches = differences(first.config, other.config, _ROWS)
-        for name, value, other_value in (
+        compared: list[tuple[str, Any, Any]] = [
             ("task", first.task, other.task),
             ("data", _without_parts(first), _without_parts(other)),
             ("the first spec, which decides the steps of the others", _leading(first), _leading(other)),
-        ):
-            if value != other_value:
-                mismatches.append((name, value, other_value))
+        ]
+        mismatches = [one for one in compared if one[1] != one[2]]
+        mismatches += differences(first.config, other.config, _ROWS)
         if mismatches:
             words = "; ".join(f"{name} ({value!r} and {other_value!r})" for name, value, other_value in mismatches)
             raise ConfigError(

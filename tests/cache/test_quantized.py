@@ -489,9 +489,10 @@ def test_codes_with_instructions_of_other_processors(instructions: str, tmp_path
     """The tests above again, with the libraries that are not the first choice here."""
     chosen = "test_groups_of_whole or test_the_mean_of or spoils_no_other or whole_numbers_take"
     command = [sys.executable, "-m", "pytest", "-q", "-k", chosen, f"--basetemp={tmp_path / 'tests'}", __file__]
-    done = subprocess.run(
-        command, env={**os.environ, "STRUCTATTN_TEST_CPU": instructions}, capture_output=True, text=True
-    )
+    # Else it would be a worker of this test run to the fixture `built`, which compiles elsewhere for those.
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    environment = {**inherited, "STRUCTATTN_TEST_CPU": instructions}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:]
     assert list((tmp_path / "tests" / "native").glob(f"native_{instructions}_*.so"))
 

@@ -42,6 +42,10 @@ inline bool unit_of(int32_t bits, float steps, float most, float& unit, float& i
 template <int kPieces>
 constexpr float kMostScore = kPieces == 3 ? 256.f : 32.f;
 
+// Asks for the codes that are read soon, where processors do not foresee enough of them: of several groups at once, and
+// of 4 bits, with whose bytes a step does more. One group of 8 bits after the other is faster without.
+inline void ask_for(const uint8_t* codes) { __builtin_prefetch(codes + 2048, 0, 2); }
+
 // Room for the bytes of up to M queries (or of their weights), and for codes in the order in which they are multiplied.
 struct IntegerRoom {
   std::vector<Line> bytes, codes;

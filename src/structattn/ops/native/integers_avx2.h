@@ -112,6 +112,7 @@ inline void store_half_sums(const uint8_t* codes, int64_t stride, const Line* pa
   for (int64_t from = 0; from < dims; from += 16) {
     __m256i sum[4][2] = {{zero, zero}, {zero, zero}, {zero, zero}, {zero, zero}};
     for (int64_t d = from; d < std::min(from + 16, dims); d += 2, codes += 2 * stride) {
+      ask_for(codes);
       const __m256i x = load_bytes(codes), y = load_bytes(codes + stride);
       const __m256i first = _mm256_unpacklo_epi8(x, y), second = _mm256_unpackhi_epi8(x, y);
       const __m256i both[4] = {low_halves(first), low_halves(second), high_halves(first), high_halves(second)};
@@ -268,7 +269,9 @@ bool add_value_sums(const float* factor, int64_t row, const uint8_t* const* code
 #pragma GCC unroll 4
       for (int g = 0; g < G; ++g) {
         __m256i of_row[kVectors];
-        RowSum<kIsByte>::read(codes[g] + d * stride + c, of_row);
+        const uint8_t* const at = codes[g] + d * stride + c;
+        ask_for(at);
+        RowSum<kIsByte>::read(at, of_row);
 #pragma GCC unroll 4
         for (int m = 0; m < M; ++m) sum[m].add(of_row, weights[g][m]);
       }

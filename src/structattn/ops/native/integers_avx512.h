@@ -75,6 +75,8 @@ constexpr int64_t kRowsAtOnce = kIsByte ? 4 : 8;
 template <bool kIsByte>
 inline void four_vectors(const uint8_t* codes, int64_t stride, __m512i* out) {
   __m512i row[4];
+  if constexpr (!kIsByte)
+    for (int n = 0; n < 4; ++n) ask_for(codes + 2 * n * stride);
   for (int n = 0; n < 4; ++n)
     row[n] = kIsByte ? _mm512_loadu_si512(codes + n * stride) : two_rows(codes + 2 * n * stride, stride);
   interleave(row, out);
@@ -306,6 +308,7 @@ STRUCTATTN_INTEGERS bool add_value_sums(const float* factor, int64_t row, const 
 #pragma GCC unroll 4
       for (int g = 0; g < G; ++g) {
         const uint8_t* const from = codes[g] + d * stride + c;
+        ask_for(from);
         const __m512i all = kIsByte ? _mm512_loadu_si512(from) : two_rows(from, stride);
         low[g] = kIsByte ? all : _mm512_and_si512(all, lower);
         high[g] = kTimes > 1 ? _mm512_and_si512(all, upper) : _mm512_and_si512(_mm512_srli_epi16(all, 4), lower);

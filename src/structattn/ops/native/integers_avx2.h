@@ -270,7 +270,7 @@ bool add_value_sums(const float* factor, int64_t row, const uint8_t* const* code
       for (int g = 0; g < G; ++g) {
         __m256i of_row[kVectors];
         const uint8_t* const at = codes[g] + d * stride + c;
-        ask_for(at);
+        if constexpr (G > 1 || !kIsByte) ask_for(at);
         RowSum<kIsByte>::read(at, of_row);
 #pragma GCC unroll 4
         for (int m = 0; m < M; ++m) sum[m].add(of_row, weights[g][m]);

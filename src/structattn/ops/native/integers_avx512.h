@@ -308,7 +308,7 @@ STRUCTATTN_INTEGERS bool add_value_sums(const float* factor, int64_t row, const 
 #pragma GCC unroll 4
       for (int g = 0; g < G; ++g) {
         const uint8_t* const from = codes[g] + d * stride + c;
-        ask_for(from);
+        if constexpr (G > 1 || !kIsByte) ask_for(from);
         const __m512i all = kIsByte ? _mm512_loadu_si512(from) : two_rows(from, stride);
         low[g] = kIsByte ? all : _mm512_and_si512(all, lower);
         high[g] = kTimes > 1 ? _mm512_and_si512(all, upper) : _mm512_and_si512(_mm512_srli_epi16(all, 4), lower);

@@ -278,6 +278,10 @@ def test_bytes_are_those_of_the_formula() -> None:
     exact = storage.exact_slots * dim * 4
     assert cache.key_nbytes == 2 * (exact + groups * (64 * dim + 2 * 2 * dim))
     assert cache.value_nbytes == 2 * (exact + groups * (64 * dim // 2 + 2 * 2 * 64))
+    short = [sa.LevelCache(None, storage=storage, max_length=256, page_size=size) for size in (256, 1024)]
+    for one in short:  # no page is longer than all tokens
+        one.append(*torch.randn(2, 1, 2, 256, dim))
+    assert short[0].nbytes == short[1].nbytes
 
 
 def test_a_rejected_token_leaves_no_trace() -> None:

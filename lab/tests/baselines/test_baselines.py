@@ -392,6 +392,8 @@ def test_what_a_layer_cannot_do_is_said(spec: str) -> None:
     caches = model_of(spec).new_cache()
     with pytest.raises(ConfigError, match="a LevelCache"):
         caches.save("nowhere")
+    with pytest.raises(ConfigError, match="keeps its numbers as the model makes them"):
+        model_of(spec).new_cache(storage=sa.Storage(8, 8))
 
 
 @pytest.mark.parametrize("spec", [*SPECS, *(form.example for form in FORMS.values())])

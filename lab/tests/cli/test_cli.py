@@ -336,7 +336,7 @@ def test_options_are_frozen() -> None:
             *("model", "out", "data", "compression", "context_length", "windows", "prompts", "document_start"),
             "resume",
         },
-        commands.EvaluateCommand: {"run", "data", "cache"},
+        commands.EvaluateCommand: {"run", "data", "cache", "bits", "group_size", "residual"},
         commands.ForecastCommand: {
             *("run", "out", "data", "horizon", "row", "variant", "levels", "time", "overwrite"),
         },

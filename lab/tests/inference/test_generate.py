@@ -119,10 +119,29 @@ def test_scores_through_the_cache(name: str, runs, capsys) -> None:
     assert main(["evaluate", str(runs[name]), "--cache"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[: len(plain)] == plain
-    score, cached, difference = (float(line.split()[-1]) for line in lines[-3:])
-    assert [line.split("  ")[0] for line in lines[-2:]] == ["through the cache", "difference"]
-    assert cached == pytest.approx(score, rel=ANOTHER_ORDER)
-    assert abs(difference) < 1e-4
+    assert lines[-2] == "through the cache"
+    score, (name, cached, _, difference) = float(plain[-1].split()[-1]), lines[-1].split()
+    assert name == plain[-1].split()[1]
+    assert float(cached) == pytest.approx(score, rel=ANOTHER_ORDER)
+    assert abs(float(difference)) < 1e-4
+
+
+def test_scores_with_bits(runs, capsys) -> None:
+    sizes = ["--group-size", "8", "--residual", "1"]
+    assert main(["evaluate", str(runs["rotary"]), "--bits", "8", "4", *sizes]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-4::2] == ["with 8 bits", "with 4 bits"]
+    eight, four = (abs(float(line.split()[-1])) for line in lines[-3::2])
+    assert 0 < eight < four < 0.1
+    assert main(["evaluate", str(runs["rotary"]), "--bits", "4"]) == 0  # all 32 tokens are exact
+    assert abs(float(capsys.readouterr().out.split()[-1])) < 1e-4
+    for command, message in {
+        ("--bits", "5"): "--bits: unknown value '5'",
+        ("--bits", "4", "--group-size", "3"): "--group-size must be even",
+        ("--residual", "4"): "give --bits too",
+    }.items():
+        assert main(["evaluate", str(runs["rotary"]), *command]) == 2
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.full

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from structattn.cache import Storage
 from structattn.errors import ConfigError, DataError
 from structattn_lab.data.corpus import Characters, SplitTokens
 from structattn_lab.data.corpus.tokenizers import CHARACTERS
@@ -106,6 +107,17 @@ def test_scores_through_the_cache_are_the_same(task: TextTask, spec: str, rotary
         torch.nn.init.normal_(p, std=0.5)
     expected = task.evaluate(model, "test")["nats_per_char"]
     assert task.evaluate_cached(model, "test", chunk)["nats_per_char"] == pytest.approx(expected, rel=1e-12)
+
+
+def test_bits_change_scores_alike_in_any_chunks(task: TextTask) -> None:
+    torch.manual_seed(0)
+    model = task.build_model("mlr:2|1|1").double().eval()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.5)
+    storage = Storage(4, 4, group_size=4, residual=1)
+    one, four = (task.evaluate_cached(model, "test", chunk, storage=storage)["nats_per_char"] for chunk in (1, 4))
+    assert one == pytest.approx(four, rel=1e-12)
+    assert one != pytest.approx(task.evaluate(model, "test")["nats_per_char"], rel=1e-6)
 
 
 def test_baselines_by_loops(task: TextTask) -> None:

@@ -176,8 +176,9 @@ class Contents:
 
         self.keys = [store(dim, level) for dim, level in zip(dims, self.key_levels, strict=False)]
         self.values = [store(level.rank, level) for level in self.value_levels]
-        self.key_groups = self._new_groups(self.key_levels, page_size)
-        self.value_groups = self._new_groups(self.value_levels, page_size)
+        of_groups = min(page_size, max_length or page_size)  # they grow by pages, whatever max_length is
+        self.key_groups = self._new_groups(self.key_levels, of_groups)
+        self.value_groups = self._new_groups(self.value_levels, of_groups)
         self.sink_keys: list[LevelStore] = []  # of the sink tokens, in all dimensions; with a latent as of the keys
         self.sink_values: list[LevelStore] = []
         if self.sinks is not None:

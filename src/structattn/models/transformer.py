@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from itertools import repeat
 from typing import Any, cast
@@ -311,14 +312,22 @@ class Transformer(nn.Module):
         ``storage`` has an entry for each layer, which may be a list with one for each key head.
 
         Raises:
-            ConfigError: the model is not causal, a layer has no cache, or an option is out of its range.
+            ConfigError: the model is not causal, a layer has no cache, or one that takes no storage, or an
+                option is out of its range.
         """
         options: dict[str, Any] = {"max_length": max_length, "page_size": page_size, "left_padding": left_padding}
         caches = []
-        for block, of_layer in zip(self.layers, storage_of_layers(storage, len(self.layers)), strict=True):
-            # A layer of a CustomAttention may not know it.
+        for i, (block, of_layer) in enumerate(
+            zip(self.layers, storage_of_layers(storage, len(self.layers)), strict=True)
+        ):
+            attention = block.attention
             of_bits: dict[str, Any] = {} if of_layer is None else {"storage": of_layer}
-            caches.append(block.attention.new_cache(**options, **of_bits))
+            if of_bits and "storage" not in inspect.signature(attention.new_cache).parameters:
+                raise ConfigError(
+                    f"the cache of layer {i}, {type(attention).__name__}, keeps its numbers as the model makes them: "
+                    "leave storage at None, or give a list that has None for this layer"
+                )
+            caches.append(attention.new_cache(**options, **of_bits))
         return LayerCaches(caches)
 
     def check_caches(self, caches: LayerCaches) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
 from structattn.cli.session import Session
 from structattn.errors import ConfigError
 from structattn_lab.cli.output import print_metrics, print_results, require_extra
-from structattn_lab.cli.values import OptionalCount, Seed, constructor, number, whole
+from structattn_lab.cli.values import OptionalCount, Seed, as_options, constructor, number, whole
 
 RunFolder = Annotated[Path, tyro.conf.arg(metavar="RUN")]
 
@@ -21,8 +21,9 @@ RunFolder = Annotated[Path, tyro.conf.arg(metavar="RUN")]
 class EvaluateCommand:
     """Score a finished run on the test split.
 
-    Example:
+    Examples:
       structattn evaluate runs/text --cache
+      structattn evaluate runs/text --bits 8 4 --residual 64
     """
 
     run: tyro.conf.Positional[RunFolder]
@@ -30,20 +31,36 @@ class EvaluateCommand:
     data: Path | None = None
     """The current path of its training data, if they were moved."""
     cache: bool = False
-    """text: also score it through the key/value cache, and print the difference."""
+    """text, recall: also score it through the key/value cache, and print the difference."""
+    bits: tuple[Literal["8", "4"], ...] = ()
+    """text, recall: also score it through caches whose far keys and values have so many bits."""
+    group_size: OptionalCount = None
+    """With --bits: numbers that share a scale. Default: 64."""
+    residual: OptionalCount = None
+    """With --bits: how many of the last tokens are exact. Default: 128."""
 
     def execute(self, session: Session) -> None:
         require_extra()
+        from structattn.cache import Storage
         from structattn_lab.training.evaluate import load_run
 
+        sizes = {"group_size": self.group_size, "residual": self.residual}
+        sizes = {name: size for name, size in sizes.items() if size is not None}
+        if sizes and not self.bits:
+            raise ConfigError("--group-size and --residual say how a cache is quantized: give --bits too")
+        with as_options(group_size="--group-size", residual="--residual"):
+            storages = {bits: Storage(int(bits), int(bits), **sizes) for bits in self.bits}
         run = load_run(self.run, self.data)
-        cached = run.task.evaluate_cached(run.model, "test") if self.cache else {}
+        cached = {"through the cache": run.task.evaluate_cached(run.model, "test")} if self.cache else {}
+        for bits, storage in storages.items():
+            cached[f"with {bits} bits"] = run.task.evaluate_cached(run.model, "test", storage=storage)
         print(f"{run.task.name}  {run.spec}  seed {run.seed}")
         metrics = run.task.evaluate(run.model, "test")
         print_metrics(metrics)
-        for name, value in cached.items():
-            print(f"{'through the cache':<25} {value:.6g}")
-            print(f"{'difference':<25} {value - metrics[name]:.1e}")
+        for title, scores in cached.items():
+            print(title)
+            for name, value in scores.items():
+                print(f"  {name:<23} {value:.6g}  difference {value - metrics[name]:+.1e}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, cast
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from structattn.cache import Storage
 from structattn.checks import check_int, quoted
 from structattn.errors import ConfigError
 from structattn.layout.text import TextLayout
@@ -237,15 +238,20 @@ class Task(ABC):
             "and the processes of a launcher divide the batch"
         )
 
-    def evaluate_cached(self, model: nn.Module, split: Split) -> dict[str, float]:
+    def evaluate_cached(self, model: nn.Module, split: Split, *, storage: Storage | None = None) -> dict[str, float]:
         """As ``evaluate``, with the inputs read through the key/value cache of a language model.
 
+        Args:
+            model: in eval mode.
+            split: which examples.
+            storage: bits of the cache. Default ``None``: those of the model.
+
         Raises:
-            ConfigError: the models of this task have no such cache.
+            ConfigError: the models of this task have no such cache, or none with such a storage.
         """
         raise ConfigError(
-            f"--cache reads text through the key/value cache of a language model; {self.name} has none: evaluate it "
-            "without, or train one with 'structattn train text'"
+            f"--cache and --bits read text through the key/value cache of a language model; {self.name} has none: "
+            "evaluate it without, or train one with 'structattn train text'"
         )
 
     @classmethod

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from structattn.cache import Storage
 from structattn.checks import check_choice, check_field_types, check_int
 from structattn.errors import ConfigError
 from structattn.layers.rotary import Rotary
@@ -250,19 +251,25 @@ class RecallTask(Task):
             scored.append((nats, right > 0, batch["distances"].flatten()))
         return self._scores(Answers(*map(torch.cat, zip(*scored, strict=True))))
 
-    def evaluate_cached(self, model: nn.Module, split: Split, chunk: int = 64) -> dict[str, float]:
+    def evaluate_cached(
+        self, model: nn.Module, split: Split, chunk: int = 64, *, storage: Storage | None = None
+    ) -> dict[str, float]:
         """As ``evaluate``, with each sequence read through the key/value cache: the same numbers, up to
-        rounding.
+        rounding and what a storage changes.
 
         Args:
             model: in eval mode.
             split: which sequences.
             chunk: tokens per step.
+            storage: bits of the cache; see ``sa.Storage``. Default ``None``: those of the model.
+
+        Raises:
+            ConfigError: the storage does not fit the model.
         """
         language_model = cast(LanguageModel, model)
 
         def predict(tokens: Tensor) -> Tensor:
-            caches = language_model.new_cache(max_length=tokens.shape[1])
+            caches = language_model.new_cache(max_length=tokens.shape[1], storage=storage)
             return torch.cat([language_model(part, caches=caches) for part in tokens.split(chunk, dim=1)], dim=1)
 
         return self._scores(self.answers(language_model, predict, split))

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from structattn.cache import Storage
 from structattn.checks import check_field_types
 from structattn.errors import DataError
 from structattn.files import absolute
@@ -200,17 +201,25 @@ class TextTask(Task):
         return {self.metric: self._mean(scored, mesh)}
 
     @torch.no_grad()
-    def evaluate_cached(self, model: nn.Module, split: Split, chunk: int = 64) -> dict[str, float]:
+    def evaluate_cached(
+        self, model: nn.Module, split: Split, chunk: int = 64, *, storage: Storage | None = None
+    ) -> dict[str, float]:
         """As ``evaluate``, with each document of each window read through the key/value cache: the same
-        number, up to rounding.
+        number, up to rounding and what a storage changes.
 
         Args:
             model: in eval mode.
             split: which text.
             chunk: tokens per step.
+            storage: bits of the cache; see ``sa.Storage``. Default ``None``: those of the model.
+
+        Raises:
+            ConfigError: the storage does not fit the model.
         """
         language_model = cast(LanguageModel, model)
-        scored = (_read_cached(language_model, _spans(batch), chunk) for batch in self._eval_batches(model, split))
+        scored = (
+            _read_cached(language_model, _spans(batch), chunk, storage) for batch in self._eval_batches(model, split)
+        )
         return {self.metric: self._mean(scored)}
 
     def _eval_batches(self, model: nn.Module, split: Split) -> Iterator[Batch]:
@@ -339,12 +348,14 @@ def _spans(batch: Batch) -> list[Tensor]:
     return spans
 
 
-def _read_cached(model: LanguageModel, spans: list[Tensor], chunk: int) -> tuple[Tensor, Tensor]:
+def _read_cached(
+    model: LanguageModel, spans: list[Tensor], chunk: int, storage: Storage | None
+) -> tuple[Tensor, Tensor]:
     """Logits and targets of spans of text, one in each row, left-padded, read through the key/value cache."""
     length, device = max(map(len, spans)), spans[0].device
     padding = [length - len(span) for span in spans]
     tokens = torch.stack([F.pad(span, (pad, 0)) for span, pad in zip(spans, padding, strict=True)])
-    caches = model.new_cache(max_length=length, left_padding=padding if any(padding) else None)
+    caches = model.new_cache(max_length=length, left_padding=padding if any(padding) else None, storage=storage)
     logits = torch.cat([model(part, caches=caches) for part in tokens[:, :-1].split(chunk, dim=1)], dim=1)
     is_padding = torch.arange(length - 1, device=device) < torch.tensor(padding, device=device)[:, None]
     return logits.flatten(0, 1), tokens[:, 1:].masked_fill(is_padding, _NONE).flatten()

@@ -44,8 +44,8 @@ class EvaluateCommand:
         from structattn.cache import Storage
         from structattn_lab.training.evaluate import load_run
 
-        sizes = {"group_size": self.group_size, "residual": self.residual}
-        sizes = {name: size for name, size in sizes.items() if size is not None}
+        options = {"group_size": self.group_size, "residual": self.residual}
+        sizes = {name: size for name, size in options.items() if size is not None}
         if sizes and not self.bits:
             raise ConfigError("--group-size and --residual say how a cache is quantized: give --bits too")
         with as_options(group_size="--group-size", residual="--residual"):

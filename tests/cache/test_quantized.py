@@ -268,6 +268,16 @@ def test_groups_that_come_together_are_one_page(longest: int | None) -> None:
         assert store.nbytes == store.nbytes_of(slots, (2, 3), like.dtype)
 
 
+def test_groups_take_no_page_beyond_what_is_expected() -> None:
+    of_dim = GroupFormat(dim=8, bits=4, group_size=16, per_token=False)
+    store = GroupStore(of_dim, ring=None, longest=None, page_size=4, reserve=6)
+    like = torch.zeros(2, 3, 1)
+    for slots, sizes in ((3, [4]), (5, [4, 2]), (6, [4, 2]), (7, [4, 2, 2]), (9, [4, 2, 2, 4])):
+        store.grow(slots, 2, like)
+        assert [page[0].shape[2] for page in store.pages] == sizes
+        assert store.nbytes == store.nbytes_of(slots, (2, 3), like.dtype)
+
+
 def test_bytes_are_those_of_the_formula() -> None:
     """Codes and scales of what has left the residual, and exact tokens."""
     storage, length, dim = sa.Storage(8, 4, 64, 128), 1024, 64

@@ -76,10 +76,10 @@ def test_each_row_has_the_tokens_that_it_has_alone(family, monkeypatch, tmp_path
         return
     found = calibrate(model, [texts[:, :256]], methods=("tokens", "bits"))
     if family in WINDOWS:
-        with pytest.raises(ConfigError, match="no choice of tokens and bits gives a cache that is 2 times smaller"):
-            allocate(found, compression=2, context_length=512)
+        with pytest.raises(ConfigError, match="no choice of tokens and bits gives a cache that is 3 times smaller"):
+            allocate(found, compression=3, context_length=512)
         return
-    chosen = allocate(found, compression=2, context_length=512)
+    chosen = allocate(found, compression=3, context_length=512)
     assert any(scorer is not None for scorer in chosen.scorers)
     changed = structurize(copy.deepcopy(model), chosen)
     ids, mask = torch.full((2, LONGEST), 3), torch.zeros((2, LONGEST), dtype=torch.int64)

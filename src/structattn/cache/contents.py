@@ -176,9 +176,8 @@ class Contents:
 
         self.keys = [store(dim, level) for dim, level in zip(dims, self.key_levels, strict=False)]
         self.values = [store(level.rank, level) for level in self.value_levels]
-        of_groups = min(page_size, max_length or page_size)  # they grow by pages, whatever max_length is
-        self.key_groups = self._new_groups(self.key_levels, of_groups)
-        self.value_groups = self._new_groups(self.value_levels, of_groups)
+        self.key_groups = self._new_groups(self.key_levels, page_size, max_length)
+        self.value_groups = self._new_groups(self.value_levels, page_size, max_length)
         self.sink_keys: list[LevelStore] = []  # of the sink tokens, in all dimensions; with a latent as of the keys
         self.sink_values: list[LevelStore] = []
         if self.sinks is not None:
@@ -202,7 +201,7 @@ class Contents:
         self.value_levels = stored_levels(self.value_levels, self.storage, "value_bits")
         self.sinks: SinkLevel | None = sink_level(self.layout, head_dim)
 
-    def _new_groups(self, levels: tuple[Level, ...], page_size: int) -> list[GroupStore | None]:
+    def _new_groups(self, levels: tuple[Level, ...], page_size: int, max_length: int | None) -> list[GroupStore | None]:
         """Stores for what is quantized of each level."""
         stores: list[GroupStore | None] = []
         for level in levels:
@@ -212,7 +211,11 @@ class Contents:
             of_block, ring, size = level.of_block, level.ring_of_window, level.format.group_size
             ring = None if ring is None else -(-(ring - level.storage.residual) // size) + 2
             longest = ring if ring is not None else None if of_block is None else of_block // size
-            stores.append(GroupStore(level.format, ring=ring, longest=longest, page_size=max(1, page_size // size)))
+            reserve = None if max_length is None else -(-max_length // size)
+            store = GroupStore(
+                level.format, ring=ring, longest=longest, page_size=max(1, page_size // size), reserve=reserve
+            )
+            stores.append(store)
         return stores
 
     @property

@@ -64,8 +64,8 @@ class LevelCache(OneLayerCache):
         window: sliding window in positions. Default ``None``.
         chunk_size: tokens see only those of their own chunk of this many, from whose start blocks are
             counted. Default ``None``.
-        max_length: tokens for which memory is taken with the first ones; more are possible. Default ``None``:
-            it grows by pages.
+        max_length: tokens for which memory is taken with the first ones, of quantized ones by pages until
+            then; more are possible. Default ``None``: it grows by pages.
         page_size: tokens per page; ``layout.key_cache_size(T)`` is allocated, each level rounded up to a page
             but not above its longest block. Default 1,024.
         left_padding: (B,) ints, leading tokens of each row that are padding. Default ``None``.

@@ -29,7 +29,8 @@ class GroupStore:
         format: of its numbers; g is its ``group_size``.
         ring: slots, where a window forgets groups; ``None`` where a block does, or nothing.
         longest: the most slots; ``None`` for no limit.
-        page_size: slots are allocated in multiples of this.
+        page_size: slots are allocated in multiples of this, and no more than ``reserve``, if that is enough.
+        reserve: slots that are expected at most; ``None`` where nothing is.
 
     Attributes:
         end: per row (or one for all), the position after the last that is quantized.
@@ -38,9 +39,11 @@ class GroupStore:
             and zeros of keys are (B, heads, slots, dim, 1), those of values (B, heads, slots, parts, g).
     """
 
-    def __init__(self, format: GroupFormat, *, ring: int | None, longest: int | None, page_size: int) -> None:
+    def __init__(
+        self, format: GroupFormat, *, ring: int | None, longest: int | None, page_size: int, reserve: int | None = None
+    ) -> None:
         self.format = format
-        self.ring, self.longest, self.page_size = ring, longest, page_size
+        self.ring, self.longest, self.page_size, self.reserve = ring, longest, page_size, reserve
         self.end, self.first = [0], [0]
         self.pages: list[tuple[Tensor, Tensor, Tensor]] = []
         self._places: tuple[list[tuple[Tensor, Tensor, Tensor]], int, Tensor] | None = None  # of so many pages
@@ -77,11 +80,15 @@ class GroupStore:
 
     def nbytes_of(self, slots: int, heads: tuple[int, int], dtype: torch.dtype) -> int:
         """Bytes that are allocated once there are ``slots``, for (rows, heads) of a model of a dtype."""
-        capacity = -(-slots // self.page_size) * self.page_size
-        if self.longest is not None:
-            capacity = min(capacity, self.longest)
         of_slot = sum(math.prod(shape) * kind.itemsize for shape, kind in self.format.tensors(dtype))
-        return math.prod(heads) * capacity * of_slot
+        return math.prod(heads) * self._capacity_of(slots) * of_slot
+
+    def _capacity_of(self, slots: int) -> int:
+        """Slots that are allocated once there are ``slots``."""
+        capacity = -(-slots // self.page_size) * self.page_size
+        if self.reserve is not None and slots <= self.reserve:
+            capacity = min(capacity, self.reserve)
+        return capacity if self.longest is None else min(capacity, self.longest)
 
     def slot(self, group: int, start: int) -> int:
         """The slot of a group, of a block that starts at position ``start``."""
@@ -93,9 +100,7 @@ class GroupStore:
         """
         if (capacity := self.capacity) >= slots:
             return
-        size = -(-(slots - capacity) // self.page_size) * self.page_size
-        if self.longest is not None:
-            size = min(size, self.longest - capacity)
+        size = self._capacity_of(slots) - capacity
         of_slot = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.format.tensors(like.dtype))
         check_room(like, batch * like.shape[1] * size * of_slot)
         with torch.inference_mode(False):  # else they could not be written to outside of that mode

@@ -42,9 +42,13 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile(config.getoption("--hypothesis-profile") or ("many" if config.getoption("--full") else "few"))
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if not _is_quick(item):
+            item.add_marker("full")
     if not config.getoption("--full"):
-        full = {item for item in items if item.get_closest_marker("full") or not _is_quick(item)}
+        full = {item for item in items if item.get_closest_marker("full")}
         config.hook.pytest_deselected(items=list(full))
         items[:] = [item for item in items if item not in full]
 

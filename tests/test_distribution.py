@@ -164,6 +164,7 @@ def test_the_clone_has_no_links() -> None:
     assert modes == {"100644", "100755"}
 
 
+@pytest.mark.full
 @pytest.mark.quick(platform=("win32",))
 @pytest.mark.parametrize("platform", ["win32", "darwin"])
 def test_it_is_imported_and_runs_without_what_only_linux_has(platform: str) -> None:

@@ -119,6 +119,7 @@ def _copies(cache, folder):
     yield sa.LevelCache.load(folder / "cache.safetensors")
 
 
+@pytest.mark.quick(inference=[True])
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("name", STORAGES)
 def test_copies_share_no_memory(name, inference, tmp_path) -> None:

@@ -97,6 +97,7 @@ def test_outputs_are_those_of_the_definition(keep, residual, sizes, seed) -> Non
         assert contents.kept.length == int(stays[0, 0].sum())
 
 
+@pytest.mark.quick(keep=[0, 16])
 @pytest.mark.parametrize("keep", [0, 16, 48])
 @pytest.mark.parametrize("bits", [(8, 8), (4, 4), (4, 16), (16, 8)])
 def test_codes_are_near(keep, bits) -> None:
@@ -189,6 +190,7 @@ def _of_row(calls, row, padding):
     return own
 
 
+@pytest.mark.quick(heads=["some"])
 @pytest.mark.parametrize("bits", [16, 4])
 @pytest.mark.parametrize("heads", ["all", "some"])
 @pytest.mark.parametrize("sizes", [(150, *[1] * 60), (5, 1, 1, 1, 1, 1, 60, 200, *[1] * 70), (90, 30, 30, 1, 40, 1)])

@@ -52,7 +52,7 @@ STEPS = [
 
 
 @runs
-@pytest.mark.quick(layout=["levels", "sink tokens", "sink tokens in blocks", "values"])
+@pytest.mark.quick(layout=["levels", "sink tokens", "values"])
 @pytest.mark.parametrize(("layout", "window", "padding"), STEPS)
 def test_fused_steps_are_the_definition(monkeypatch, layout, window, padding) -> None:
     torch.manual_seed(0)
@@ -232,7 +232,7 @@ if not INTERPRETED:  # the interpreter computes bfloat16 wrongly
 
 
 @runs
-@pytest.mark.quick(name=["4 bits", "bits of each level", "growing pages"])
+@pytest.mark.quick(name=["4 bits", "growing pages"])
 @pytest.mark.parametrize("name", DECODINGS)
 def test_fused_steps_over_fewer_bits_are_the_definition(monkeypatch, name) -> None:
     decoding, calls = DECODINGS[name], []
@@ -245,6 +245,7 @@ def test_fused_steps_over_fewer_bits_are_the_definition(monkeypatch, name) -> No
         assert len(calls) > number
 
 
+@pytest.mark.full
 @runs
 def test_fused_steps_over_pages_that_are_moved(tmp_path: Path) -> None:
     """Undone, copied, saved and reordered, with pages of several sizes."""

@@ -219,11 +219,13 @@ def run(seed: int) -> int:
     return compared
 
 
+@pytest.mark.quick(seed=[1, 3, 6, 7])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_any_arrivals_and_any_chunks(seed: int) -> None:
     run(seed)
 
 
+@pytest.mark.quick(seed=[0, 2, 4, 6, 7])
 @pytest.mark.parametrize("seed", SEEDS[:40])
 def test_the_same_with_the_cpp_code(seed: int, built) -> None:
     run(seed)
@@ -315,6 +317,7 @@ def share(seed: int) -> tuple[int, int]:
     return shared, compared
 
 
+@pytest.mark.quick(seed=[6])
 @pytest.mark.parametrize("seed", SEEDS[:60:2])
 def test_requests_that_share_pages(seed: int) -> None:
     share(1000 + seed)

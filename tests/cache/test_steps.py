@@ -157,6 +157,7 @@ sys.exit("there was memory")
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a limit of memory")
 def test_a_step_without_memory_is_taken_back() -> None:
     """The slot that it would write to holds what it held."""

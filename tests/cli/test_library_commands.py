@@ -79,6 +79,7 @@ def test_the_version(capsys) -> None:
     assert capsys.readouterr().out.startswith("structattn ")
 
 
+@pytest.mark.full
 def test_no_other_package_is_imported() -> None:
     code = (
         "import sys; from structattn.cli import call, main; call.entry_points = lambda group: []; "

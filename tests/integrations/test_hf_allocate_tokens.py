@@ -266,6 +266,7 @@ def test_files_of_before_are_read(found, tmp_path) -> None:
     assert old.losses.both.shape == (LAYERS * GROUPS, len(WAYS), 3)
 
 
+@pytest.mark.full
 def test_a_saved_model_and_its_cache_go_on(smaller, found, texts, tmp_path) -> None:
     found.save(tmp_path / "found.safetensors")
     read = Calibration.load(tmp_path / "found.safetensors")
@@ -290,6 +291,7 @@ def test_a_saved_model_and_its_cache_go_on(smaller, found, texts, tmp_path) -> N
     assert torch.equal(beams, smaller.generate(prompt, max_new_tokens=40, num_beams=2, do_sample=False))
 
 
+@pytest.mark.quick(beams=[1])
 @pytest.mark.parametrize("beams", [1, 2])
 def test_padded_prompts_have_the_tokens_that_each_has_alone(smaller, texts, beams) -> None:
     lengths, longest = (980, 700, 30), 980
@@ -305,6 +307,7 @@ def test_padded_prompts_have_the_tokens_that_each_has_alone(smaller, texts, beam
 
 
 @pytest.mark.skipif(VERSION < (5, 20), reason="continuous batching with levels needs transformers 5.20")
+@pytest.mark.quick(most_tokens=[256])
 @pytest.mark.parametrize("most_tokens", [256, 4096])
 def test_requests_together_have_the_tokens_that_each_has_alone(model, found, texts, most_tokens) -> None:
     smaller = structurize(copy.deepcopy(model), allocate(found, compression=8, context_length=LONG))

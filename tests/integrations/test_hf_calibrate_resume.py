@@ -84,6 +84,7 @@ def whole(model, tmp_path_factory):
     return content(found, tmp_path_factory.mktemp("whole")), passes
 
 
+@pytest.mark.full
 def test_one_that_is_stopped_again_and_again_ends_with_the_same_numbers(model, whole, tmp_path) -> None:
     path, calls = tmp_path / "partial.safetensors", 0
     implementation = model.config._attn_implementation

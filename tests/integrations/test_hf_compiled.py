@@ -44,6 +44,7 @@ def steps(function, ids, cache, expected, first, last):
         assert cache.get_seq_length() == i + 1
 
 
+@pytest.mark.full
 @pytest.mark.quick(spec=(SPECS[4],))
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_fifty_steps_take_two_graphs(spec) -> None:
@@ -225,6 +226,7 @@ def test_layers_that_share_keys_share_their_scores() -> None:
     torch.testing.assert_close(chosen_steps(compiled, cache, 50, 90), chosen_steps(chosen, other, 50, 90), **near)
 
 
+@pytest.mark.full
 def test_what_cannot_be_compiled_of_chosen_tokens_is_said(chosen) -> None:
     compiled = torch.compile(chosen.forward, backend="eager")
     with pytest.raises(ConfigError, match=r"cannot make a cache that chooses tokens .*level_cache\(model\)"):

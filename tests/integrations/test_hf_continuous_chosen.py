@@ -87,7 +87,7 @@ def restarts(monkeypatch) -> list[str]:
     return names
 
 
-@pytest.mark.quick(name=["mixed"])
+@pytest.mark.quick(name=["mixed"], code=["c++"])
 @pytest.mark.parametrize("code", ["python", "c++"])
 @pytest.mark.parametrize("name", MODELS | MORE)
 def test_the_tokens_are_those_of_generate(name, code, steps, request) -> None:
@@ -115,6 +115,7 @@ def test_requests_that_do_not_fit_are_computed_again(restarts, steps) -> None:
     assert 8 * 16 * token < max(nbytes for nbytes, _ in steps) <= 12 * 16 * token
 
 
+@pytest.mark.full
 @pytest.mark.quick(length=[50], sharing=[True])
 @pytest.mark.parametrize("length", [9, 50])
 @pytest.mark.parametrize("sharing", [True, False])

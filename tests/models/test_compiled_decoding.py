@@ -10,6 +10,7 @@ from structattn.testing.tolerances import assert_close
 SPECS = ["standard", "mlr:8|4|4", "window:12", "sliding:8|4|4@-|16|4", "bilinear-btt:1", "[standard,window:9]"]
 
 
+@pytest.mark.full
 @pytest.mark.quick(spec=("mlr:8|4|4",), rotary=(None,))
 @pytest.mark.parametrize("rotary", [None, sa.Rotary()], ids=["learned", "rotary"])
 @pytest.mark.parametrize("spec", SPECS)

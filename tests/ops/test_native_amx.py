@@ -114,6 +114,7 @@ class TestChoice:
         assert compiler._may_use_tiles() is False
 
 
+@pytest.mark.full
 @needs_linux
 @pytest.mark.usefixtures("compiles")
 def test_the_instructions_are_what_is_compiled(tmp_path: Path) -> None:
@@ -127,6 +128,7 @@ def test_the_instructions_are_what_is_compiled(tmp_path: Path) -> None:
     assert "tile" not in narrower
 
 
+@pytest.mark.full
 @needs_pairs
 @pytest.mark.usefixtures("compiles")
 def test_products_of_every_size(tmp_path: Path) -> None:

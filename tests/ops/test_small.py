@@ -243,6 +243,7 @@ def test_when_auto_takes_it() -> None:
         assert chosen(2, 8, 8, 24, 24, 2, 2) == "scaled_dot_product_attention"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "spec",
     [

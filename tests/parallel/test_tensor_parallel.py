@@ -74,6 +74,7 @@ def test_weights_that_are_tied_stay_tied(cluster: Cluster) -> None:
     done(cluster.run(2, divided.compare_tied))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("world", "spec", "checkpointing", "options"),
     [

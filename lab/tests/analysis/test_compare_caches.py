@@ -68,6 +68,7 @@ def _only_plain_and_window(*sizes):
     return [x for x in cache_rows(*sizes) if x.name in ("DynamicCache", "window of 276")]
 
 
+@pytest.mark.full
 def test_caches_that_allocate_chooses(folder, book, tmp_path) -> None:
     from structattn.integrations.transformers import calibrate
 
@@ -186,6 +187,7 @@ def counting(measured):
     return rows
 
 
+@pytest.mark.full
 def test_a_comparison_goes_on_where_it_was_interrupted(folder, book, tmp_path) -> None:
     config, out, measured = settings(folder, book, num_windows=1), tmp_path / "out", []
     options = {"rows": counting(measured), "show_progress": False}

@@ -81,6 +81,7 @@ def test_sizes_grow_with_the_width_in_the_standard_parametrisation() -> None:
     assert abs(row.largest.slope) > 1
 
 
+@pytest.mark.full
 def test_the_check_sees_a_wrong_learning_rate(monkeypatch) -> None:
     monkeypatch.setattr(Kronecker, "factor_uses", {})  # only the fan-in of a block
     config = dataclasses.replace(FLAT, seeds=2, record_steps=(4,))

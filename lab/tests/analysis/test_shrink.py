@@ -129,6 +129,7 @@ def test_a_finished_folder_is_only_read(folder, model, text, monkeypatch) -> Non
         shrink(model, text, folder, resume=True, **options | {"compression": 4.0})
 
 
+@pytest.mark.full
 def test_it_goes_on_where_it_was_interrupted(model, text, tmp_path, few, monkeypatch) -> None:
     """After the calibration, and after the first rows: neither is made again, and all numbers are equal."""
     from structattn.integrations import transformers as integration

@@ -156,6 +156,7 @@ class FullDisk:
         monkeypatch.setattr(os, "fsync", fsync)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["train", "compare"])
 @pytest.mark.quick(name=["train"])
 def test_a_command_completes_after_a_full_disk(name: str, tmp_path: Path, monkeypatch, capsys) -> None:

@@ -96,14 +96,14 @@ CASES = [
     ("standard", {}, 1),
     ("standard", {"num_kv_heads": 2, "embed_dim": 192, "num_layers": 3}, 2),
     ("standard:2", {"context_length": 384}, 1),
-    ("mlr:20|10|10", {}, 1),
+    ("mlr:20|10|10", {"context_length": 600}, 1),  # below 512 tokens in float32 the scores are kept
     ("mlr:20|10|10,values=10|10|20", {"num_kv_heads": 1, "context_length": 301}, 1),
     ("window:50", {"embed_dim": 256}, 1),
     ("global-window:20|20@50", {}, 1),
     ("sliding:20|10|10@-|100|30", {}, 1),
     ("sliding:20|10|10@90|90|30,values=10|10|20", {"num_kv_heads": 1, "context_length": 301}, 1),
     ("bilinear-btt:1", {}, 1),
-    ("bilinear-btt:2+mlr:80|40|40", {"num_kv_heads": 2}, 2),
+    ("bilinear-btt:2+mlr:80|40|40", {"num_kv_heads": 2, "context_length": 600}, 2),
     ("bilinear-mlr:20|10|10", {}, 1),
     ("bilinear-butterfly", {"num_layers": 1}, 1),
     ("bilinear-mlbtc:1x1x16|16x10x160s", {"num_layers": 1}, 1),
@@ -170,7 +170,8 @@ def test_the_highest_point_of_a_step(spec: str, vocab: int, checkpointing: bool)
     for event in sorted(events, key=lambda event: event.start_ns()):
         level += event.nbytes()
         highest = max(highest, level)
-    assert closed_form == pytest.approx(highest, rel=0.12)
+    gradients = sum(p.nbytes for p in model.parameters())
+    assert 0.95 * closed_form < highest < 1.03 * (closed_form + gradients)
 
 
 @pytest.mark.parametrize("spec", ["standard", "bilinear-mlr:20|10|10"])

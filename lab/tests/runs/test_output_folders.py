@@ -108,6 +108,7 @@ def test_a_run_is_continued_as_what_it_was_begun(tmp_path: Path, capsys, monkeyp
     assert len(list(Path("runs").iterdir())) == 2
 
 
+@pytest.mark.full
 def test_data_are_known_by_their_content_and_not_by_their_place(tmp_path: Path, capsys) -> None:
     rows = [f"2020-01-{day:02d} {hour:02d}:00,{day * 0.3 + hour % 5}" for day in range(1, 21) for hour in range(24)]
     (tmp_path / "a.csv").write_text("\n".join(["date,OT", *rows]))

@@ -92,7 +92,7 @@ def rows_of(folder):
 
 
 def draw(rows, path):
-    """Nats against bytes: a line for each kind of cache, and hollow points where fewer bits are fewer bytes."""
+    """Nats against bytes: a line for each kind of cache, hollow points where fewer bits are fewer bytes."""
     whole = {row["spec"]: row["bytes"] for row in rows if row["bits"] == 16}
     figure, axes = plt.subplots(figsize=(8.5, 5.2), layout="constrained")
     for kind, (colour, shape) in STYLES.items():
@@ -130,20 +130,20 @@ def main():
     """See the module."""
     rows = {(row["spec"], row["bits"]): row for folder in map(Path, sys.argv[1:]) for row in rows_of(folder)}
     rows = sorted(rows.values(), key=lambda row: (row["bytes"], row["spec"]))
-    with open(HERE / "cache-map-trained.csv", "w", newline="") as file:
+    with (HERE / "cache-map-trained.csv").open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(
-            ["attention", "kind", "bits", "bytes per token", "seed", "nats per character", "rate", "rates tried"]
-        )
+        names = ["attention", "kind", "bits", "bytes per token", "seed", "nats per character", "rate", "rates tried"]
+        writer.writerow(names)
         for row in rows:
             for seed, score in enumerate(row["scores"]):
                 numbers = [row["bits"], f"{row['bytes']:.1f}", seed, f"{score:.5f}", row["rate"], row["swept"]]
                 writer.writerow([row["spec"], row["family"], *numbers])
-    print("| attention | bits | bytes per token | nats per character |\n|---|---:|---:|---:|")
+    sys.stdout.write("| attention | bits | bytes per token | nats per character |\n|---|---:|---:|---:|\n")
     for row in rows:
         spread = f" ± {statistics.stdev(row['scores']):.3f}" if len(row["scores"]) > 1 else ""
         spec = row["spec"].replace("|", "\\|")
-        print(f"| `{spec}` | {row['bits']} | {row['bytes']:.0f} | {statistics.fmean(row['scores']):.3f}{spread} |")
+        mean = statistics.fmean(row["scores"])
+        sys.stdout.write(f"| `{spec}` | {row['bits']} | {row['bytes']:.0f} | {mean:.3f}{spread} |\n")
     draw(rows, HERE.parent / "images" / "cache-map-trained.png")
 
 

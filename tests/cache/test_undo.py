@@ -196,6 +196,50 @@ def test_layers_that_differ_are_refused() -> None:
     layers.check()
 
 
+@pytest.mark.parametrize("change", ["select", "crop", "reset"])
+def test_a_change_that_breaks_off_is_seen(change: str) -> None:
+    """At every line: the cache is as before, changed, or refuses everything until it is reset."""
+    storage = [sa.Storage(4, 4, 4, 3), None]
+    k, v = tokens(2, 24)[1:]
+    base, states = sa.LevelCache(storage=storage, page_size=8), []
+    base.append(k, v)
+    changes = {
+        "select": lambda cache: cache.select(torch.tensor([1, 1])),
+        "crop": lambda cache: cache.crop(22),
+        "reset": lambda cache: cache.reset(),
+    }
+    change = changes[change]
+    for at in [0, *range(1, 400)]:
+        cache = copy.deepcopy(base)
+        with interrupted(at) as seen:
+            try:
+                change(cache)
+            except KeyboardInterrupt:
+                assert at > 0
+        if 0 < seen[0] < at:
+            break
+        try:
+            kept = cache.dense_past(k[:, :, :0], v[:, :, :0])
+        except CacheError as error:
+            if "broke off" not in str(error):
+                raise
+            states.append("refused")
+            cache.reset()
+            assert cache.length == 0
+            cache.append(k, v)
+            kept = cache.dense_past(k[:, :, :0], v[:, :, :0])
+            assert torch.equal(kept[0], base.dense_past(k[:, :, :0], v[:, :, :0])[0])
+            continue
+        wanted = [copy.deepcopy(base) for _ in range(2)]
+        change(wanted[1])
+        pasts = [one.dense_past(k[:, :, :0], v[:, :, :0]) for one in wanted]
+        same = [number for number, past in enumerate(pasts) if all(map(torch.equal, past, kept))]
+        assert same, at
+        assert cache.length == wanted[same[0]].length
+        states.append("as before" if same[0] == 0 else "changed")
+    assert {"refused", "changed"} <= set(states)
+
+
 def test_pages_that_a_failing_call_took_are_given_back(tmp_path) -> None:
     attention = sa.Attention(8, 2, scoring=sa.scoring.BTT()).double().requires_grad_(False)
     x = torch.randn(1, 5, 8, dtype=torch.float64)

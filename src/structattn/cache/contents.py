@@ -1128,10 +1128,6 @@ class Contents:
                     past[batch, :, pad : pad + end] = store.read(batch, 0, end, 0).transpose(2, 3)
         return torch.cat([past, new], dim=2)
 
-    def select(self, indices: Tensor) -> None:
-        """Row b becomes row ``indices[b]``."""
-        self.selection(indices)()
-
     def selection(self, indices: Tensor) -> Callable[[], None]:
         """What makes row b row ``indices[b]``, once it is called, and cannot fail: all memory is taken
         before.

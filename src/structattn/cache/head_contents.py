@@ -4,7 +4,7 @@ heads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -250,10 +250,15 @@ class HeadContents:
         for contents in self._each:
             contents.reset()
 
-    def select(self, indices: Tensor) -> None:
-        """Row b becomes row ``indices[b]``."""
-        for take in [contents.selection(indices) for contents in self._each]:  # memory is taken before any changes
-            take()
+    def selection(self, indices: Tensor) -> Callable[[], None]:
+        """As of ``Contents``, of all groups."""
+        takes = [contents.selection(indices) for contents in self._each]
+
+        def take() -> None:
+            for one in takes:
+                one()
+
+        return take
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Plain data and tensors from which ``restore`` makes equal contents: those of the groups, one after

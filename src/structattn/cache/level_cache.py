@@ -147,7 +147,7 @@ class LevelCache(OneLayerCache):
 
     def _end_broken_call(self) -> None:
         """Takes tokens back that a compiled program appended before it broke off, for example by Ctrl-C in
-        another layer.
+        another layer. Raises ``CacheError`` where that cannot be done.
         """
         if (count := self._count.tokens) == self._kept_length():
             return
@@ -155,7 +155,8 @@ class LevelCache(OneLayerCache):
             self._take_back()
         if self._kept_length() != count:
             raise CacheError(
-                "a compiled function broke off after several calls of this cache: reset() it and start again"
+                "a change of this cache broke off, or a compiled function after several calls of it: reset() it and "
+                "start again"
             )
 
     @property
@@ -492,6 +493,7 @@ class LevelCache(OneLayerCache):
         """The contents, if the tokens fit them, made for the first ones, and given the scores of the tokens;
         with queries they come with ``options``.
         """
+        self._end_broken_call()
         if options is not None:
             check_tensor("q", q)
         shape = checked_shape(q, k, v, self.latent)
@@ -518,11 +520,20 @@ class LevelCache(OneLayerCache):
         options = {name: getattr(self, name) for name in _OPTIONS}
         return contents_of(shape, padding=self._padding, **options)
 
+    @contextmanager
+    def _changing(self) -> Iterator[Contents | HeadContents | None]:
+        """Within it what is kept changes in several places, and the cache has nothing: if that breaks off, by
+        Ctrl-C for example, it is not used again before ``reset``.
+        """
+        contents, self._kept, self._before = self._kept, None, None
+        yield contents
+        self._kept = contents
+
     def reset(self) -> None:
         """Forgets all tokens; memory, shape and padding stay."""
-        self._before = None
-        if self._kept is not None:
-            self._kept.reset()
+        with self._changing() as contents:
+            if contents is not None:
+                contents.reset()
         self._end()
 
     def crop(self, length: int) -> None:
@@ -534,10 +545,10 @@ class LevelCache(OneLayerCache):
                 earlier block, or beyond the window. Nothing is changed then.
         """
         self.check_crop(length)
-        self._before = None
-        if self._kept is not None:
-            self._kept.crop(length)
-            self.layout = self._kept.layout
+        with self._changing() as contents:
+            if contents is not None:
+                contents.crop(length)
+                self.layout = contents.layout
         self._end()
 
     def check_crop(self, length: int) -> None:
@@ -550,11 +561,12 @@ class LevelCache(OneLayerCache):
             contents.check_crop(length)
 
     def _take_rows(self, indices: Tensor) -> None:
-        contents, self._before = self._contents, None
-        if contents is not None:
-            contents.select(indices)
-            self._set_padding(contents.padding)
-            self.layout = contents.layout
+        if (contents := self._contents) is not None:
+            take = contents.selection(indices)  # all memory is taken here
+            with self._changing():
+                take()
+                self._set_padding(contents.padding)
+                self.layout = contents.layout
             return
         rows = indices.tolist()
         if self._padding is not None:

@@ -130,11 +130,17 @@ def test_scores_with_bits(runs, capsys) -> None:
     sizes = ["--group-size", "8", "--residual", "1"]
     assert main(["evaluate", str(runs["rotary"]), "--bits", "8", "4", *sizes]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-4::2] == ["with 8 bits", "with 4 bits"]
+    shares = [
+        re.fullmatch(rf"with {bits} bits: (0\.\d\d) of the bytes of the cache", line)[1]
+        for bits, line in zip((8, 4), lines[-4::2], strict=True)
+    ]
+    assert 1 > float(shares[0]) > float(shares[1])
     eight, four = (abs(float(line.split()[-1])) for line in lines[-3::2])
     assert 0 < eight < four < 0.1
     assert main(["evaluate", str(runs["rotary"]), "--bits", "4"]) == 0  # all 32 tokens are exact
-    assert abs(float(capsys.readouterr().out.split()[-1])) < 1e-4
+    out = capsys.readouterr().out
+    assert "with 4 bits: 1.00 of the bytes" in out
+    assert abs(float(out.split()[-1])) < 1e-4
     for command, message in {
         ("--bits", "5"): "--bits: unknown value '5'",
         ("--bits", "4", "--group-size", "3"): "--group-size must be even",

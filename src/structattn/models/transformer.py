@@ -324,8 +324,8 @@ class Transformer(nn.Module):
             of_bits: dict[str, Any] = {} if of_layer is None else {"storage": of_layer}
             if of_bits and "storage" not in inspect.signature(attention.new_cache).parameters:
                 raise ConfigError(
-                    f"the cache of layer {i}, {type(attention).__name__}, keeps its numbers as the model makes them: "
-                    "leave storage at None, or give a list that has None for this layer"
+                    f"the cache of layer {i}, {type(attention).__name__}, keeps its numbers as the model makes them "
+                    "and takes no fewer bits; a list as storage has None for such layers"
                 )
             caches.append(attention.new_cache(**options, **of_bits))
         return LayerCaches(caches)

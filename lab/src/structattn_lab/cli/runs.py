@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -13,6 +13,9 @@ from structattn.cli.session import Session
 from structattn.errors import ConfigError
 from structattn_lab.cli.output import print_metrics, print_results, require_extra
 from structattn_lab.cli.values import OptionalCount, Seed, as_options, constructor, number, whole
+
+if TYPE_CHECKING:  # imports PyTorch
+    from structattn.cache import Storage
 
 RunFolder = Annotated[Path, tyro.conf.arg(metavar="RUN")]
 
@@ -53,7 +56,9 @@ class EvaluateCommand:
         run = load_run(self.run, self.data)
         cached = {"through the cache": run.task.evaluate_cached(run.model, "test")} if self.cache else {}
         for bits, storage in storages.items():
-            cached[f"with {bits} bits"] = run.task.evaluate_cached(run.model, "test", storage=storage)
+            scores = run.task.evaluate_cached(run.model, "test", storage=storage)
+            share = _cache_nbytes(run.model, storage) / _cache_nbytes(run.model, None)
+            cached[f"with {bits} bits: {share:.2f} of the bytes of the cache"] = scores
         print(f"{run.task.name}  {run.spec}  seed {run.seed}")
         metrics = run.task.evaluate(run.model, "test")
         print_metrics(metrics)
@@ -61,6 +66,16 @@ class EvaluateCommand:
             print(title)
             for name, value in scores.items():
                 print(f"  {name:<23} {value:.6g}  difference {value - metrics[name]:+.1e}")
+
+
+def _cache_nbytes(model: Any, storage: Storage | None) -> int:
+    """Bytes of the cache of a language model that has read as many tokens as its context has."""
+    import torch
+
+    caches = model.new_cache(max_length=model.context_length, storage=storage)
+    with torch.no_grad():
+        model(torch.zeros(1, model.context_length, dtype=torch.int64), caches=caches)
+    return int(caches.nbytes)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -165,7 +165,6 @@ def test_the_clone_has_no_links() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.quick(platform=("win32",))
 @pytest.mark.parametrize("platform", ["win32", "darwin"])
 def test_it_is_imported_and_runs_without_what_only_linux_has(platform: str) -> None:
     """As far as this can be seen on Linux: no module that only POSIX has is imported, and no compiled code is

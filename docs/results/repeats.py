@@ -41,10 +41,13 @@ def nats_of_copies(model, tokens, distance):
 
 def rows_of(folder):
     """A row for each run of the largest budget and each distance."""
-    budget = max(row["budget"] for row in json.loads((folder / "results.json").read_text())["rows"])
+    rows = json.loads((folder / "results.json").read_text())["rows"]
+    budget = max(row["budget"] for row in rows)
+    wanted = {(row["spec"], row["width"], steps) for row in rows if row["budget"] == budget for steps in row["steps"]}
     for path in sorted(folder.glob("runs/*/*/*/run.json")):
         config = json.loads(path.read_text())
-        if f"budgets-{budget:.0e}".replace("e+", "e-") not in str(path):
+        run_of = config["spec"], config["task_config"]["embed_dim"], config["progress"]["history"][-1]["step"]
+        if run_of not in wanted:
             continue
         run = load_run(path.parent)
         tokens = run.task.eval_windows("test").tokens[:, : run.task.config.context_length]

@@ -45,7 +45,6 @@ def steps(function, ids, cache, expected, first, last):
 
 
 @pytest.mark.full
-@pytest.mark.quick(spec=(SPECS[4],))
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_fifty_steps_take_two_graphs(spec) -> None:
     model, ids = made(spec), tokens(2, 66)

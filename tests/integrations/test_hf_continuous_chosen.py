@@ -116,7 +116,6 @@ def test_requests_that_do_not_fit_are_computed_again(restarts, steps) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.quick(length=[50], sharing=[True])
 @pytest.mark.parametrize("length", [9, 50])
 @pytest.mark.parametrize("sharing", [True, False])
 def test_several_answers_of_one_prompt(length, sharing) -> None:

@@ -112,6 +112,18 @@ def test_caches_serve_the_model_that_made_them() -> None:
             model.load_state_dict(both.state_dict())
 
 
+def test_a_layer_that_passes_its_options_on_takes_a_storage() -> None:
+    model = make("standard", 2)
+    layer = model.trunk.layers[0].attention
+    real = layer.new_cache
+    layer.new_cache = lambda **options: real(**options)
+    assert model.new_cache(storage=sa.Storage(8, 8))[0].storage == sa.Storage(8, 8)
+    layer.new_cache = lambda max_length, page_size, left_padding: real()
+    with pytest.raises(ConfigError, match="the cache of layer 0, Attention, keeps its numbers"):
+        model.new_cache(storage=sa.Storage(8, 8))
+    model.new_cache(storage=[None, sa.Storage(8, 8)])
+
+
 def test_the_first_use_binds_a_cache_that_has_no_layer() -> None:
     one, two = (sa.Attention(16, 2, scoring=sa.scoring.BTT()).double().requires_grad_(False) for _ in range(2))
     x = torch.randn(1, 9, 16, dtype=torch.float64)

@@ -11,7 +11,6 @@ SPECS = ["standard", "mlr:8|4|4", "window:12", "sliding:8|4|4@-|16|4", "bilinear
 
 
 @pytest.mark.full
-@pytest.mark.quick(spec=("mlr:8|4|4",), rotary=(None,))
 @pytest.mark.parametrize("rotary", [None, sa.Rotary()], ids=["learned", "rotary"])
 @pytest.mark.parametrize("spec", SPECS)
 def test_fifty_steps_take_two_graphs(spec, rotary) -> None:

@@ -158,7 +158,6 @@ class FullDisk:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["train", "compare"])
-@pytest.mark.quick(name=["train"])
 def test_a_command_completes_after_a_full_disk(name: str, tmp_path: Path, monkeypatch, capsys) -> None:
     command = {"train": TRAIN, "compare": COMPARE}[name]
     monkeypatch.chdir(tmp_path)

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import structattn as sa
 from structattn.cli import main
 from structattn.errors import ConfigError
 from structattn.seeds import generator
@@ -199,6 +200,10 @@ def test_scores_by_loops() -> None:
     expected |= {"nats_per_answer": sum(nats) / len(nats), "accuracy": sum(every) / len(every)}
     assert found == pytest.approx(expected, rel=SAME_MODEL)
     assert task.evaluate_cached(model, "test", 7) == pytest.approx(found, rel=SAME_MODEL)
+    storage = sa.Storage(4, 4, group_size=4, residual=1)
+    coarse = task.evaluate_cached(model, "test", 7, storage=storage)
+    assert task.evaluate_cached(model, "test", 1, storage=storage) == pytest.approx(coarse, rel=SAME_MODEL)
+    assert coarse["nats_per_answer"] != pytest.approx(found["nats_per_answer"], rel=1e-6)
     batch = task.batch(0, 0, 4)
     with torch.no_grad():  # the mean over micro-batches is that of the batch
         one_by_one = [

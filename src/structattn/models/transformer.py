@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import repeat
 from typing import Any, cast
 
@@ -320,14 +320,14 @@ class Transformer(nn.Module):
         for i, (block, of_layer) in enumerate(
             zip(self.layers, storage_of_layers(storage, len(self.layers)), strict=True)
         ):
-            attention = block.attention
             of_bits: dict[str, Any] = {} if of_layer is None else {"storage": of_layer}
-            if of_bits and "storage" not in inspect.signature(attention.new_cache).parameters:
+            # A layer of a CustomAttention may take no storage.
+            if of_bits and not _takes_storage(block.attention.new_cache):
                 raise ConfigError(
-                    f"the cache of layer {i}, {type(attention).__name__}, keeps its numbers as the model makes them "
-                    "and takes no fewer bits; a list as storage has None for such layers"
+                    f"the cache of layer {i}, {type(block.attention).__name__}, keeps its numbers as the model makes "
+                    "them and takes no fewer bits; a list as storage has None for such layers"
                 )
-            caches.append(attention.new_cache(**options, **of_bits))
+            caches.append(block.attention.new_cache(**options, **of_bits))
         return LayerCaches(caches)
 
     def check_caches(self, caches: LayerCaches) -> None:
@@ -378,3 +378,8 @@ class Transformer(nn.Module):
         """Forward FLOPs for one example of that many tokens, 2 per multiply-add."""
         check_size("num_tokens", num_tokens, MAX_COUNTED)
         return sum(block.flops(num_tokens) for block in self.layers)
+
+
+def _takes_storage(new_cache: Callable[..., object]) -> bool:
+    parameters = inspect.signature(new_cache).parameters.values()
+    return any(one.name == "storage" or one.kind is one.VAR_KEYWORD for one in parameters)

@@ -44,6 +44,7 @@ LIBRARY = Package(
     floors={
         "errors": 0,
         "extras": 0,
+        "tracing": 0,
         "checks": 1,
         "extensions": 1,
         "grammar": 2,  # of all text forms

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from structattn.errors import ConfigError, ShapeError, nearest_name
+from structattn.tracing import constant_when_traced
 
 MAX_SIZE = 2**31 - 1  # of one dimension: more is a mistake, and does not fit into memory
 MAX_SEED = 2**63 - 1  # what a generator of torch takes
@@ -64,7 +65,7 @@ def is_int(value: object) -> bool:
     return isinstance(value, int | torch.SymInt) and not isinstance(value, bool)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_when_traced
 def is_exporting() -> bool:
     """``torch.compiler.is_exporting``, whose value ``torch.compile`` of PyTorch 2.11 takes to be true when it
     traces the call.

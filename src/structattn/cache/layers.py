@@ -14,7 +14,7 @@ from torch import Tensor
 from structattn.cache import files
 from structattn.cache.latent import Latent
 from structattn.cache.level_cache import LevelCache
-from structattn.cache.numbers import give_numbers, is_traced
+from structattn.cache.numbers import is_traced
 from structattn.cache.rows import CacheRows, OneLayerCache, all_or_nothing
 from structattn.checks import check_type, describe
 from structattn.errors import CacheError, ConfigError
@@ -216,6 +216,8 @@ def guarded(caches: LayerCaches | None) -> AbstractContextManager[None]:
         return nullcontext()
     if is_traced():  # the operators of a compiled program count tokens at its end
         if new := [x for x in caches if isinstance(x, LevelCache) and x.number is None and x.length > 0]:
+            from structattn.cache.late_numbers import give_numbers
+
             give_numbers(new)
         return nullcontext()
     check_type("caches", caches, LayerCaches, "LayerCaches, as new_cache() makes them, or None")

@@ -44,20 +44,6 @@ def new_number(thing: object) -> Tensor | None:
         return torch.tensor([number], device="cpu")
 
 
-@torch.compiler.disable(  # type: ignore[untyped-decorator]
-    reason=(
-        "a cache that a compiled program made is numbered once, in Python: make it outside of the program, or leave "
-        "fullgraph away"
-    )
-)
-def give_numbers(things: list[Any]) -> None:
-    """Numbers for caches or layers that have none and hold tokens: a compiled program made them, and another
-    one goes on with them.
-    """
-    for thing in things:
-        thing.number = new_number(thing)
-
-
 def numbered(number: Tensor) -> Any:
     """The object with a number.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +44,9 @@ from structattn.memory import check_memory
 from structattn.ops import Backend, structured_attention
 from structattn.ops.checks import taken_dtype
 from structattn.optim.roles import Role, linear_roles
-from structattn.parallel.shard import SequenceShard
+
+if TYPE_CHECKING:  # it imports torch.distributed and torch.compile, which takes a second
+    from structattn.parallel.shard import SequenceShard
 
 RotaryFunction = Callable[[Tensor, Tensor], Tensor]
 KeyCache = Literal["smaller", "features", "hidden"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -16,7 +17,9 @@ from structattn.layers.layer import AttentionLayer
 from structattn.layout.levels import LevelLayout
 from structattn.memory import check_memory
 from structattn.optim.roles import Role, linear_roles
-from structattn.parallel.shard import SequenceShard
+
+if TYPE_CHECKING:  # it imports torch.distributed and torch.compile, which takes a second
+    from structattn.parallel.shard import SequenceShard
 
 
 class MLP(nn.Module):

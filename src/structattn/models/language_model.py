@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,9 @@ from structattn.models.prompts import Prompts, PromptTokens
 from structattn.models.sampling import GREEDY, RowSampler, Sampling
 from structattn.models.transformer import Transformer
 from structattn.optim.roles import Role, linear_roles
-from structattn.parallel.shard import SequenceShard
+
+if TYPE_CHECKING:  # it imports torch.distributed and torch.compile, which takes a second
+    from structattn.parallel.shard import SequenceShard
 
 
 class LanguageModel(nn.Module):

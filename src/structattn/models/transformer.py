@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from itertools import repeat
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,11 @@ from structattn.layout.levels import MAX_COUNTED, LevelLayout
 from structattn.layout.text import UNITS, Segments, TextLayout, Unit
 from structattn.memory import check_memory
 from structattn.optim.roles import Role
-from structattn.parallel.shard import SequenceShard
 from structattn.spec.attention import AttentionSpec
 from structattn.spec.layers import MAX_LAYERS, LayerSpecs
+
+if TYPE_CHECKING:  # it imports torch.distributed and torch.compile, which takes a second
+    from structattn.parallel.shard import SequenceShard
 
 
 class Transformer(nn.Module):
@@ -233,6 +235,8 @@ class Transformer(nn.Module):
         """Raises in every process where the call of one is wrong, or is another call: if only that
         process raised, the others would wait for it.
         """
+        from structattn.parallel.shard import SequenceShard
+
         check_type("shard", shard, SequenceShard, "a sa.parallel.SequenceShard of the mesh and the tokens in all")
         error: StructAttnError | None = None
         call: dict[str, object] = {}

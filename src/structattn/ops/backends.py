@@ -26,6 +26,7 @@ from structattn.ops.checks import is_eager, is_onnx_export, is_transformed
 from structattn.ops.costs import Work, costs_here
 from structattn.ops.native import backend as native
 from structattn.ops.native import library
+from structattn.tracing import constant_when_traced
 
 Backend = Literal["auto", "reference", "blocked", "native", "triton"]
 NAMED = ("auto", "reference", "blocked", "native", "triton")  # what a user may name
@@ -74,12 +75,12 @@ def _no_triton() -> str | None:
     return None
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_when_traced
 def _no_native() -> str | None:
     return library.why_not_here()
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_when_traced
 def _say_that_native_lacks() -> None:
     library.warn_that_it_lacks()
 

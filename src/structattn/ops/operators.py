@@ -24,6 +24,7 @@ from structattn.ops.backends import TABLE, BackendRow
 from structattn.ops.call import Call
 from structattn.ops.checks import is_eager, is_transformed, without_autocast
 from structattn.ops.terms import ScoreTerms
+from structattn.tracing import Untraced
 
 # The options of a ``Call`` in the terms of an operator's schema: the tensors, the one with a gradient first,
 # then the layout, then the others.
@@ -198,8 +199,7 @@ class _Forward(torch.autograd.Function):
         return result
 
     setup_context = staticmethod(_setup_forward)
-    # Disabled: else a compiler takes it from a transform that it left.
-    backward = staticmethod(torch.compiler.disable(_gradients))
+    backward = Untraced(_gradients)  # else a compiler takes it from a transform that it left
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, ...]:
@@ -213,6 +213,17 @@ class _Forward(torch.autograd.Function):
         return _one_by_one(_Forward, info, in_dims, arguments)
 
 
+def _second_gradients(ctx: Any, *outer: Tensor | None) -> tuple[Tensor | None, ...]:
+    function, inputs = _gradient_function(ctx)
+    dx = _filled(outer, inputs[2:])
+    if len(inputs) == 6 and not ctx.needs_bias:
+        dx = (*dx[:3], torch.zeros_like(inputs[5]))
+    d_out, d_lse, *gradients = derivatives.vjp(function, inputs, dx)
+    # The bias, if there is none, and what has no gradient.
+    no_gradients = (None,) * (_FIRST_OPTION - len(gradients) + len(ctx.options))
+    return d_out, d_lse if ctx.needs_input_grad[1] else None, None, None, None, *gradients, *no_gradients
+
+
 class _Backward(torch.autograd.Function):
     """As ``_Forward``, of the operator ``attention_backward``."""
 
@@ -223,17 +234,7 @@ class _Backward(torch.autograd.Function):
 
     setup_context = staticmethod(_setup_backward)
 
-    @staticmethod
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, *outer: Tensor | None) -> tuple[Tensor | None, ...]:
-        function, inputs = _gradient_function(ctx)
-        dx = _filled(outer, inputs[2:])
-        if len(inputs) == 6 and not ctx.needs_bias:
-            dx = (*dx[:3], torch.zeros_like(inputs[5]))
-        d_out, d_lse, *gradients = derivatives.vjp(function, inputs, dx)
-        # The bias, if there is none, and what has no gradient.
-        no_gradients = (None,) * (_FIRST_OPTION - len(gradients) + len(ctx.options))
-        return d_out, d_lse if ctx.needs_input_grad[1] else None, None, None, None, *gradients, *no_gradients
+    backward = Untraced(_second_gradients)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, ...]:

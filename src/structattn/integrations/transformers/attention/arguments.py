@@ -13,11 +13,11 @@ from collections.abc import Collection, Iterator
 from types import CodeType
 from typing import Any
 
-import torch
 from torch import nn
 
 from structattn.checks import quoted
 from structattn.errors import ConfigError
+from structattn.tracing import constant_when_traced
 
 # Terms of the score that we have too: transformers' names, and ours.
 TERMS = {"softcap": "softcap", "s_aux": "sinks", "alibi_slopes": "alibi_slopes"}
@@ -76,7 +76,7 @@ def check_arguments(
             )
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_when_traced
 def _is_named(kind: Any, name: str) -> bool:
     """Whether the code of an attention class contains this text, as it does where the class passes an
     argument of this name.

@@ -12,6 +12,7 @@ from torch import nn
 
 from structattn.errors import ConfigError
 from structattn.layers.rotary_order import Pairing, Rotation
+from structattn.tracing import constant_when_traced
 
 # Names for the number of rotated dimensions in attention modules of transformers and their configs.
 _ROTATED_DIMS = ("qk_rope_head_dim", "rope_head_dim", "rotary_ndims", "rotary_dim")
@@ -75,7 +76,7 @@ def _parts(parameters: dict[str, Any], module: nn.Module) -> list[dict[str, Any]
     return [part for part in parameters.values() if isinstance(part, dict)]
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_when_traced
 def _pairing(kind: type[nn.Module], head_dim: int) -> Pairing | Literal["other"] | None:
     """How the file with a module's ``forward`` pairs dimensions; ``None`` where it has no function that says
     so.

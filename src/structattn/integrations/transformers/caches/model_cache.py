@@ -26,7 +26,8 @@ from transformers.cache_utils import (
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from structattn.cache import PAGE_SIZE
-from structattn.cache.numbers import give_numbers, is_traced
+from structattn.cache.late_numbers import give_numbers
+from structattn.cache.numbers import is_traced
 from structattn.cache.paged import PackedCache
 from structattn.cache.storage import LayerStorage, ModelStorage, storage_from, storage_of_layers
 from structattn.checks import check_size, check_type

@@ -6,7 +6,7 @@ OLDEST := $(VENV)/transformers-oldest
 INPUTS := pyproject.toml lab/pyproject.toml constraints.txt setup.py $(wildcard src/structattn/ops/native/*.cpp src/structattn/ops/native/*.h)
 # Modules are compiled afterwards, by all cores, except those that few tests import.
 INSTALL := $(BIN)/python -m pip install -q --no-compile
-SELDOM := /(tests|pip|physics|autoscaler|dashboard|serve|llm|rllib|sqlalchemy|alembic|fontTools|pygments|mypyc?|setuptools|narwhals|tornado|aiohttp|torchgen)/
+SELDOM := /(tests|testing/_internal|_vendor|distutils|pip|physics|sympy/parsing|sympy/stats|tensorboard/plugins|exporters|autoscaler|dashboard|serve|llm|rllib|ray/train|sqlalchemy|alembic|fontTools|pygments|mypyc?|setuptools|narwhals|tornado|werkzeug|coverage|aiohttp|torchgen)/
 COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '$(SELDOM)|/transformers/models/' $(VENV)/lib src lab/src || true
 # One process per core, each with one thread: most tests are far too small for more. What they compile is kept, for the
 # processes that tests start.

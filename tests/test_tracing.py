@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 import torch
 
 from structattn.tracing import constant_when_traced
@@ -22,6 +23,7 @@ print("torch._dynamo" in sys.modules)
 """
 
 
+@pytest.mark.full
 def test_calls_do_not_import_the_compiler() -> None:
     """Which takes longer than importing PyTorch."""
     done = subprocess.run([sys.executable, "-c", CALLS], capture_output=True, text=True)

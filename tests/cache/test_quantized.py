@@ -311,6 +311,7 @@ def test_a_rejected_token_leaves_no_trace() -> None:
     assert all(torch.equal(one[name][:, :, :7], other[name][:, :, :7]) for name in one if name.startswith("group"))
 
 
+@pytest.mark.quick(layout=[None])
 @pytest.mark.parametrize("layout", [None, sa.LevelLayout.sliding((3, 2), (None, 30), sink_tokens=3)], ids=str)
 @torch.no_grad()
 def test_heads_in_bits_of_their_own(layout, tmp_path: Path, built) -> None:

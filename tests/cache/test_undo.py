@@ -196,6 +196,7 @@ def test_layers_that_differ_are_refused() -> None:
     layers.check()
 
 
+@pytest.mark.quick(change=["crop", "reset"])
 @pytest.mark.parametrize("change", ["select", "crop", "reset"])
 def test_a_change_that_breaks_off_is_seen(change: str) -> None:
     """At every line: the cache is as before, changed, or refuses everything until it is reset."""

@@ -65,6 +65,7 @@ def _layer(cache, number):
     return [contents for _, contents in cache.layers[number].level_cache._kept.parts]
 
 
+@pytest.mark.full
 def test_more_tokens_lose_less(found) -> None:
     losses = found.tokens.losses
     assert losses.recents == (64, 128, 256, 512)  # up to half of a text

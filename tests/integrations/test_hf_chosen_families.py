@@ -32,7 +32,7 @@ COUNT_FROM_PADDING = {
     "xlm-roberta-xl",
     "xmod",
 }  # their first token is not at position 0
-QUICK = {"bloom", "gemma3n_text", "gpt2"}
+QUICK = {"bloom", "gpt2"}
 
 
 def longer(family):

@@ -161,6 +161,7 @@ def chosen_steps(function, cache, first, last):
     return torch.cat([function(IDS[:, n : n + 1], **{CACHE: cache}).logits for n in range(first, last)], dim=1)
 
 
+@pytest.mark.full
 def test_steps_with_chosen_tokens_are_those_of_eager_code_in_two_graphs(chosen) -> None:
     cache, other = level_cache(chosen), level_cache(chosen)
     for each in (cache, other):

@@ -102,6 +102,7 @@ def test_the_tokens_are_those_of_generate(name, code, steps, request) -> None:
     assert batched(model, given, 20, num_blocks=60, max_batch_tokens=13) == wanted  # prompts in chunks
 
 
+@pytest.mark.full
 def test_requests_that_do_not_fit_are_computed_again(restarts, steps) -> None:
     """Tokens that a request had generated are then not chosen as those of a prompt are."""
     model = chosen_model("all")
@@ -192,7 +193,7 @@ def run(seed) -> None:
     assert batched(model, given, count, **options) == [expected(model, one, count) for one in given]
 
 
-@pytest.mark.parametrize("seed", [pytest.param(n, marks=[] if n < 2 else pytest.mark.full) for n in range(60)])
+@pytest.mark.parametrize("seed", [pytest.param(n, marks=[] if n < 1 else pytest.mark.full) for n in range(60)])
 def test_any_requests(seed) -> None:
     run(seed)
 

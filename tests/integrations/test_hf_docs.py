@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 
+import pytest
 import torch
 import transformers
 from hf_models import _SIZES, VOCAB, Letters, tokens
@@ -20,6 +21,7 @@ def _each(storage):
     return storage if isinstance(storage, list) else [storage]
 
 
+@pytest.mark.full
 def test_the_examples_run(monkeypatch, tmp_path) -> None:
     sizes = {**_SIZES, "head_dim": 128}
 

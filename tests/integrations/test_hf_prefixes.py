@@ -103,7 +103,7 @@ def served(model, monkeypatch, sequences=1, **options):
         yield Server(manager, computed)
 
 
-@pytest.mark.quick(name=["values", "heads", "fewer bits"])
+@pytest.mark.quick(name=["fewer bits"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_beginning_is_computed_once(name, monkeypatch) -> None:
     model = MODELS[name]()

@@ -146,6 +146,7 @@ def test_every_kind_of_attention(spec, options) -> None:
     check(model, programs, [[5]], 29)
 
 
+@pytest.mark.full
 def test_a_step_makes_no_tensors_on_the_cpu() -> None:
     """On a GPU a step would copy them there, which a CUDA graph cannot."""
     model = make(

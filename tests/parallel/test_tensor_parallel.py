@@ -125,7 +125,7 @@ def test_heads_in_two_processes_and_sequences_in_two_equal_one_process(
 @pytest.mark.parametrize(
     ("spec", "options"),
     [
-        ("mlr:4|2|2,values=4|2|2", {"rotary": sa.Rotary()}),
+        pytest.param("mlr:4|2|2,values=4|2|2", {"rotary": sa.Rotary()}, marks=pytest.mark.full),
         ("heads:standard/window:5,sink_tokens=2/standard/window:5,sink_tokens=2", {"rotary": sa.Rotary()}),
         pytest.param("bilinear-btt:1", {}, marks=pytest.mark.full),
         pytest.param("window:5", {"rotary": sa.Rotary()}, marks=pytest.mark.full),

@@ -79,6 +79,7 @@ def grid(specs, budgets, widths=(64, 128)):
     return made_comparison(tuple(rows), baselines, config=json.loads(json.dumps(config)))
 
 
+@pytest.mark.full
 def test_laws_are_fitted_to_all_parts(tmp_path, monkeypatch) -> None:
     for interval in (scaling_law.law_intervals, scaling_law.compute_multiplier):
         monkeypatch.setitem(interval.__kwdefaults__, "replicates", 20)

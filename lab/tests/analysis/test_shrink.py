@@ -163,6 +163,7 @@ def test_it_goes_on_where_it_was_interrupted(model, text, tmp_path, few, monkeyp
         assert (row.name, row.losses, row.nbytes) == (same.name, same.losses, same.nbytes)
 
 
+@pytest.mark.full
 def test_a_calibration_goes_on_where_it_was_interrupted(model, text, tmp_path, few, monkeypatch) -> None:
     """No text is read again whose dimensions were summed, and all numbers are equal."""
     from structattn.integrations.transformers.calibration import collect
@@ -189,6 +190,7 @@ def test_a_calibration_goes_on_where_it_was_interrupted(model, text, tmp_path, f
     assert hashes[0] == hashes[1]
 
 
+@pytest.mark.full
 def test_one_document_is_cut_in_two(model, text, tmp_path, few) -> None:
     whole = tmp_path / "one.txt"
     whole.write_text(text.read_text())

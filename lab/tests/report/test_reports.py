@@ -192,6 +192,7 @@ def test_the_best_row_has_the_star_and_the_longest_bar_is_full() -> None:
     assert made.text().splitlines()[2:] == ["* a       x=1             0.5", "  b?[2J   x=2             1.0"]
 
 
+@pytest.mark.full
 def test_figures_name_a_baseline_model_without_the_prefix_of_its_spec(tmp_path: Path) -> None:
     record = recorded("forecast")
     rows = (*record.rows[:1], replace(record.rows[1], spec="baseline:DLinear"), *record.rows[2:])

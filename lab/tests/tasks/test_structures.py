@@ -15,6 +15,7 @@ GROUPS = {
 }
 
 
+@pytest.mark.quick(task=["nearest-neighbor"])
 @pytest.mark.parametrize("task", GROUPS)
 def test_groups_differ_in_rank_only(task: str) -> None:
     (point,) = points_of(factory_of(task), recipe_for(task, "structures"))

@@ -191,6 +191,7 @@ def test_a_budget_is_kept() -> None:
         task.build_model("cache:60")
 
 
+@pytest.mark.full
 def test_tokens_that_the_cache_drops_are_hidden() -> None:
     task = UptrainTask(dataclasses.replace(SMOKE, context_length=512, eval_windows=2))
     student = task.build_model("tokens:3")

@@ -535,3 +535,17 @@ def test_queries_of_any_size(built) -> None:
         assert bool(found.isfinite().all()) == (size <= 1e3)
         if size <= 1e3:
             assert_close(found, expected)
+
+
+@torch.no_grad()
+def test_another_default_device_changes_nothing(built) -> None:
+    """Prompts and steps: what the C++ code is given beside the tokens is on the CPU."""
+    q, k, v = (torch.randn(1, 2, 400, 8) for _ in range(3))
+    found = []
+    for device in ("cpu", "meta"):
+        cache = sa.LevelCache(storage=sa.Storage(4, 4, group_size=64, residual=8))
+        with torch.device(device):
+            prompt = cache.attend(*(x[:, :, :399] for x in (q, k, v)))
+            found.append((prompt, cache.attend(*(x[:, :, 399:] for x in (q, k, v)))))
+    for cpu, meta in zip(*found, strict=True):
+        assert torch.equal(cpu, meta)

@@ -325,3 +325,19 @@ def test_an_adapter_from_outside() -> None:
     assert (logits(model) - plain).abs().max() > 1e-3 * plain.abs().max()
     uncached = generate(model, IDS, MASK, new=6, use_cache=False)
     assert torch.equal(generate(model, IDS, MASK, new=6), uncached)
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "bert"])
+def test_windows_with_sink_tokens_fit_heads_whose_size_has_another_name(name: str, tmp_path: Path) -> None:
+    config = {"gpt_neox": transformers.GPTNeoXConfig, "bert": transformers.BertConfig}[name](
+        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
+    )
+    config.is_decoder = True
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    structured = structurize(copy.deepcopy(model), "heads:standard/window:9,sink_tokens=3")
+    structured.save_pretrained(tmp_path)
+    tokens = torch.randint(2, VOCAB, (2, 30), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        found = load_structurized(tmp_path)(tokens).logits
+        torch.testing.assert_close(found, structured(tokens).logits)
+        assert (found - model(tokens).logits).abs().max() > 1e-4

@@ -1,5 +1,7 @@
 """Chunked attention is the definition with a mask that hides other chunks, where blocks divide chunks."""
 
+from typing import Any
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -76,3 +78,20 @@ def test_chunk_by_chunk(layout) -> None:
             own = form.select_rows([number])
             alone = sa.structured_attention(*(x[part] for x in rows), own, backend="reference")
             assert_close(found[part], alone)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_nan_in_the_padding_of_a_row_stays_there(is_packed: bool) -> None:
+    q, k, v = (torch.randn(2, 2, 12, 8, requires_grad=True) for _ in range(3))
+    options: dict[str, Any] = {"left_padding": torch.tensor([2, 2])}
+    noise = torch.zeros(2, 1, 12, 1)
+    noise[:, :, :2] = torch.nan
+    inputs = [x + noise for x in (q, k, v)]
+    if is_packed:
+        inputs = [x.transpose(0, 1).flatten(1, 2)[None] for x in inputs]
+        options = {"cu_seqlens": torch.tensor([0, 14, 24])}
+    out = chunked_attention(*inputs, sa.LevelLayout((8,), (12,)), chunk_size=6, scale=None, **options)
+    real = out[:, :, 2:12] if not is_packed else out[:, :, 18:]
+    assert real.isfinite().all()
+    (dv,) = torch.autograd.grad(real.sum(), v)
+    assert dv[1, :, 2:].isfinite().all()

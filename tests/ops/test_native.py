@@ -21,7 +21,7 @@ import structattn as sa
 from structattn.cache import native_decode
 from structattn.errors import BackendUnavailableError, ConfigError, StructAttnWarning
 from structattn.ops.native import backend, compiler, library
-from structattn.testing.tolerances import assert_close
+from structattn.testing.tolerances import assert_close, relative_error
 
 LAYOUTS = (
     sa.LevelLayout((3, 2, 1), (24, 12, 3)),
@@ -528,3 +528,23 @@ class TestBuilt:
             out = sa.structured_attention(q, q, q, LAYOUTS[0], backend="native")
             assert out.shape == shape
             out.sum().backward()
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize(("num_queries", "num_keys", "mean"), [(8, 40_000, 10.0), (20_000, 32, 0.0)])
+def test_sums_over_long_rows_are_as_exact_as_those_of_pytorch(num_queries: int, num_keys: int, mean: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths = (num_queries, num_keys, num_keys, num_queries)
+    q, k, v, grad_out = (torch.randn(1, 1, n, 16, generator=generator) for n in lengths)
+    v += mean
+
+    def results(attention, dtype: torch.dtype) -> list[torch.Tensor]:
+        leaves = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        out = attention(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, grad_out.to(dtype))]
+
+    plain = torch.nn.functional.scaled_dot_product_attention
+    exact = results(lambda q, k, v: torch.softmax(q @ k.mT / 4, -1) @ v, torch.float64)
+    found = results(lambda q, k, v: sa.structured_attention(q, k, v, is_causal=False, backend="native"), torch.float32)
+    for x, theirs, right in zip(found, results(plain, torch.float32), exact, strict=True):
+        assert relative_error(x.double(), right) < 2 * relative_error(theirs.double(), right)

@@ -150,7 +150,7 @@ def test_verdict_says_what_the_numbers_allow() -> None:
     record = recorded("nearest-neighbor")
     text = verdict(record)
     assert "bilinear-dense has the lowest nmse (0.211 ± 0.006); that is 63 % below standard (0.568 ± 0.007)" in text
-    assert "more than the spread over 2 seeds" in text
+    assert "more than chance explains with 2 seeds (95 %)" in text
     assert "loses" not in text
     close = with_scores(record, standard=(0.21, 0.20))
     assert "standard has the lowest" in verdict(close)

@@ -120,7 +120,7 @@ def _over_both(
     low, end = (pad + storage.first_exact(position - pad) for position in (first, length - 1))
     exact = [x[:, :, low:].clone() for x in (keys, values)]
     quantize(length - 1 - pad)
-    ends = torch.tensor([storage.first_exact(position) for position in range(first - pad, length - pad)])
+    ends = torch.tensor([storage.first_exact(position) for position in range(first - pad, length - pad)], device="cpu")
     starts = ends + (end - low)
     out = q.new_zeros((*q.shape[:3], values.shape[3]))  # padding has no output
     parts = math.gcd(keys.shape[1], values.shape[1])

@@ -82,7 +82,9 @@ def chunked_attention(
         attn_mask = _chunks_of_mask(attn_mask, indices, count, batch, length)
     if alibi_slopes is not None and alibi_slopes.dim() == 2:
         alibi_slopes = alibi_slopes[starts // length]
-    q, k, v = (x.transpose(1, 2).flatten(0, 1)[indices].transpose(1, 2) for x in (q, k, v))
+    # What a chunk has not is of another row: also NaN, whose product with a weight of 0 is NaN.
+    others = ~has[:, :, None, None]
+    q, k, v = (x.transpose(1, 2).flatten(0, 1)[indices].masked_fill(others, 0).transpose(1, 2) for x in (q, k, v))
     out: Tensor = structured_attention(q, k, v, layout, attn_mask=attn_mask, alibi_slopes=alibi_slopes, **options)
     flat = out.new_zeros(batch * length, heads, out.shape[3])
     flat = flat.index_put((indices[has],), out.transpose(1, 2)[has])

@@ -55,10 +55,9 @@ class EvaluateCommand:
             storages = {bits: Storage(int(bits), int(bits), **sizes) for bits in self.bits}
         run = load_run(self.run, self.data)
         cached = {"through the cache": run.task.evaluate_cached(run.model, "test")} if self.cache else {}
-        plain = _cache_nbytes(run.model, None) if storages else 0
         for bits, storage in storages.items():
             scores = run.task.evaluate_cached(run.model, "test", storage=storage)
-            share = _cache_nbytes(run.model, storage) / plain
+            share = _cache_nbytes(run.model, storage) / _cache_nbytes(run.model, None)
             cached[f"with {bits} bits: {share:.2f} of the bytes of the cache"] = scores
         print(f"{run.task.name}  {run.spec}  seed {run.seed}")
         metrics = run.task.evaluate(run.model, "test")

@@ -52,7 +52,7 @@ from structattn_lab.tasks.registry import factory_of
 
 # These may differ when a comparison is resumed: they name runs, each with a separate folder, or change no
 # result.
-_FREE = (
+FREE = (
     *("attention", "seeds", "learning_rates", "variants", "search", "widths", "budgets"),
     *(f"training.{name}" for name in WITHOUT_EFFECT),
 )
@@ -69,6 +69,7 @@ def compare(
     runner: Runner | None = None,
     show_progress: bool = True,
     on_open: Callable[[Path], None] | None = None,
+    free: tuple[str, ...] = FREE,
 ) -> Results[ComparisonRecord]:
     """Trains every attention spec of a recipe and writes ``results.json``, figures (PNG, SVG) and
     ``report.html``.
@@ -89,6 +90,7 @@ def compare(
             core's threads idle, so one process per core is then the fastest. ``RayRunner`` uses a cluster.
         show_progress: a progress bar per run; with several jobs one for all.
         on_open: called with the output folder before anything is trained.
+        free: the settings that may differ from before with ``resume``.
 
     Raises:
         ConfigError: unknown names, specs that do not fit, or an unusable folder, such as one with other
@@ -109,7 +111,7 @@ def compare(
     models = [point.models() for point in points]
     settings = asdict(recipe) | tasks[0].identity(asdict(recipe.task))
     recorded = partial(comparison_record, task=task_name)
-    owner = Owner(command="compare", task=task_name, settings=settings, free=_FREE, recorded=recorded)
+    owner = Owner(command="compare", task=task_name, settings=settings, free=free, recorded=recorded)
     out, finished = finished_in(out, owner, resume=resume, read=lambda folder: _finished(folder, owner, points))
     if finished is not None and finished.report.is_file():
         return finished

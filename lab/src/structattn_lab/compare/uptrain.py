@@ -15,7 +15,7 @@ from typing import Any, cast
 from structattn.checks import check_bool, check_int, check_number, check_path, check_size, check_type, quoted
 from structattn.errors import ConfigError, DataError
 from structattn.files import TEMPORARY, write_atomic
-from structattn_lab.compare.comparison import compare
+from structattn_lab.compare.comparison import FREE, compare
 from structattn_lab.compare.model_card import README, model_card
 from structattn_lab.data.corpus import Corpus, PrepareConfig, Source, prepare
 from structattn_lab.data.corpus.corpus import MANIFEST
@@ -177,7 +177,15 @@ def uptrain(
         )
     tasks = factory_of(_TASK)
     with _naming_options():
-        results = compare(tasks, recipe, out / RESULTS, command=command, resume=resume, show_progress=show_progress)
+        results = compare(
+            tasks,
+            recipe,
+            out / RESULTS,
+            command=command,
+            resume=resume,
+            show_progress=show_progress,
+            free=tuple(name for name in FREE if name != "attention"),  # the model is of one student
+        )
     folder = out / MODEL
     if not folder.is_dir():
         _write_model(tasks, recipe, results, data.name, folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from structattn_lab.analysis.model_selection import critical_differences
 from structattn_lab.records.comparison import ComparisonRecord, Row
 from structattn_lab.report.figures.comparison import drawings
 from structattn_lab.report.numbers import (
@@ -169,20 +170,23 @@ def _lead(record: ComparisonRecord, ranked: list[Row]) -> str:
         note = " (standard has no finite score)" if _has_standard(record) else " (standard was not compared)"
         if len(ranked) == 1:
             return f"{best.spec} is the only attention with a score: {metric} {fmt_row(best)}{note}."
-        return f"{value}{note}; {_against(best, ranked[1])}"
+        return f"{value}{note}; {_against(ranked, ranked[1])}"
     if best is not standard:
-        return f"{value}; {_against(best, standard)}"
+        return f"{value}; {_against(ranked, standard)}"
     if len(ranked) == 1:
         return f"standard is the only attention with a score: {metric} {fmt_row(best)}."
-    return f"{value}: no structured score improves on it; {_against(best, ranked[1])}"
+    return f"{value}: no structured score improves on it; {_against(ranked, ranked[1])}"
 
 
 def _has_standard(record: ComparisonRecord) -> bool:
     return any(row.spec.split(":")[0] == "standard" for row in record.rows)
 
 
-def _against(best: Row, other: Row) -> str:
-    """By how much ``best`` leads ``other``, and whether that is more than the spread over seeds."""
+def _against(ranked: list[Row], other: Row) -> str:
+    """By how much the first of the rows leads another, and whether that is more than seeds explain; see
+    ``critical_differences``.
+    """
+    best = ranked[0]
     low, high = score_of(best), score_of(other)
     assert low is not None
     assert high is not None
@@ -192,14 +196,15 @@ def _against(best: Row, other: Row) -> str:
     if high > 0 and high - low >= 0.995 * high:
         share = f"{high / low:.3g} times below " if low > 0 else "far below "
     text = f"that is {share}{other.spec} ({fmt_row(other)})"
-    seeds = min(len(finite_list(best.scores)), len(finite_list(other.scores)))
-    stds = finite(best.score_std), finite(other.score_std)
-    if stds[0] is None or stds[1] is None or seeds < 2:
+    compared = [row for row in ranked if len(finite_list(row.scores)) > 1]
+    needed = critical_differences([finite_list(row.scores) for row in compared]) if compared else None
+    places = [n for n, row in enumerate(compared) if row is best or row is other]
+    if needed is None or len(places) < 2:
         return f"{text} — one seed: spread unknown."
-    few = " (few seeds: take it as an indication)" if seeds < 3 else ""
-    if high - low > stds[0] + stds[1]:
-        return f"{text}, more than the spread over {seeds} seeds{few}."
-    return f"{text}, within the spread over {seeds} seeds, so the two are not statistically distinguishable."
+    seeds = f"{min(len(finite_list(best.scores)), len(finite_list(other.scores)))} seeds"
+    if high - low > max(needed.differences[n] for n in places):
+        return f"{text}, more than chance explains with {seeds} (95 %)."
+    return f"{text}; with {seeds} that is not statistically distinguishable."
 
 
 def _baseline_sentence(record: ComparisonRecord, best_score: float) -> list[str]:

@@ -173,6 +173,17 @@ def series_of(record: ComparisonRecord, setting: str | None) -> list[Series]:
     return [series for series in laws(record).series if series.setting == setting]
 
 
+def compared_budget(record: ComparisonRecord) -> float:
+    """The largest budget at which all series have a loss; where there is none, the largest of any."""
+    budgets = [{point.budget for point in series.frontier.points} for series in laws(record).series]
+    return max(set.intersection(*budgets) or set.union(*budgets))
+
+
+def point_at(series: Series, budget: float) -> LawPoint | None:
+    """The point of a series at a budget, if it has one."""
+    return next((point for point in series.frontier.points if point.budget == budget), None)
+
+
 def mean_loss(point: LawPoint) -> float:
     """Over the seeds."""
     return statistics.fmean(point.losses)

@@ -10,7 +10,17 @@ from structattn_lab.report.comparison import byline, facts
 from structattn_lab.report.figures.scaling import drawings
 from structattn_lab.report.numbers import DASH, fmt_count, fmt_flops, fmt_mib, fmt_pm, fmt_score
 from structattn_lab.report.report import Origin, Report, Section
-from structattn_lab.report.rows import fmt_row, laws, mean_loss, named, row_name, series_of, settings_of
+from structattn_lab.report.rows import (
+    compared_budget,
+    fmt_row,
+    laws,
+    mean_loss,
+    named,
+    point_at,
+    row_name,
+    series_of,
+    settings_of,
+)
 from structattn_lab.report.table import Table
 from structattn_lab.report.task_report import TaskReport
 
@@ -51,13 +61,13 @@ def _law_columns(record: ComparisonRecord) -> list[tuple[str, Callable[[OneLaw],
 
 def _table(record: ComparisonRecord) -> Table:
     """A line for each attention variant and setting."""
-    budget = laws(record).series[0].frontier.points[-1].budget
+    budget = compared_budget(record)
     columns: list[tuple[str, Callable[[OneLaw], str]]] = [("attention", lambda one: one[0].spec)]
     if settings_of(record) != [None]:
         columns.append(("settings", lambda one: one[0].setting or DASH))
     columns += [
-        (f"at {fmt_flops(budget)} FLOPs", lambda one: _loss(one[1].points[-1])),
-        ("best width", lambda one: str(one[1].points[-1].width or DASH)),
+        (f"at {fmt_flops(budget)} FLOPs", lambda one: DASH if (at := point_at(one[0], budget)) is None else _loss(at)),
+        ("best width", lambda one: DASH if (at := point_at(one[0], budget)) is None else str(at.width or DASH)),
         *_law_columns(record),
     ]
     rows = [(series, series.frontier) for series in laws(record).series]
@@ -96,11 +106,12 @@ def _of_setting(record: ComparisonRecord, setting: str | None) -> str:
     series = series_of(record, setting)
     baseline = laws(record).baseline
     where = "" if setting is None else f"{setting}: "
-    best = min(series, key=lambda s: mean_loss(s.frontier.points[-1]))
-    last = best.frontier.points[-1]
-    sentence = (
-        f"{where}{best.spec} has the lowest loss at {fmt_flops(last.budget)} FLOPs ({fmt_score(mean_loss(last))})."
-    )
+    budget = compared_budget(record)
+    points = [(mean_loss(at), one.spec) for one in series if (at := point_at(one, budget)) is not None]
+    sentence = f"{where}No attention has a loss at {fmt_flops(budget)} FLOPs."
+    if points:
+        loss, best = min(points)
+        sentence = f"{where}{best} has the lowest loss at {fmt_flops(budget)} FLOPs ({fmt_score(loss)})."
     groups: dict[str, list[str]] = {"less": [], "more": [], "same": []}
     for one in series:
         found = one.frontier.multiplier

@@ -18,12 +18,24 @@ namespace {
 template <typename T>
 constexpr T kNone = -std::numeric_limits<T>::infinity();
 
+// Sums over tiles are added to those of before after so many: the error of one running sum grows with their number.
+constexpr int64_t kTilesOfPart = 16;
+
+// Adds numbers to others, and sets them to 0.
+template <typename T>
+inline void add_up(T* some, int64_t size, T* all) {
+  map2([](Vec<T> a, Vec<T> b) { return a + b; }, all, all, some, size);
+  std::fill_n(some, size, T(0));
+}
+
 template <typename T>
 struct View {  // of (..., B, H, T, D), with rows of neighbouring numbers
   T* data;
   int64_t batch, head, row;
   explicit View(const Tensor& x)
       : batch(x.stride(x.dim() - 4)), head(x.stride(x.dim() - 3)), row(x.stride(x.dim() - 2)) {
+    check(x.size(x.dim() - 1) == 1 || x.stride(x.dim() - 1) == 1,
+          "structattn_native: the numbers of a row must be neighbours");
     if constexpr (std::is_const_v<T>)
       data = x.const_data_ptr<std::remove_const_t<T>>();
     else
@@ -298,18 +310,29 @@ std::tuple<Tensor, Tensor> forward_of(const Tensor& q, const Tensor& k, const Te
     // Of weights that are rounded, the sums of these divide the outputs: so a weight that outdoes all others is exact,
     // whatever it is rounded to.
     constexpr size_t kTotals = kIsPair<P> ? 2 : 1;
-    std::vector<T> score(kRows * kCols), sums(kRows * size), most(kRows), total(kTotals * kRows * W);
+    // Of each row the sums over the last tiles, and after them those over all before, with their totals: of long rows
+    // sums of sums.
+    const int64_t own = 2 * size + static_cast<int64_t>(kTotals) * W;
+    std::vector<T> score(kRows * kCols), sums(kRows * own), most(kRows), total(kTotals * kRows * W);
     T* const rounded = total.data() + (kTotals - 1) * kRows * W;
     Query<I> query(layout.keys, layout.per_dim.data(), false);
     Keys<I> tile_keys(dim * kCols), tile_values(size * kCols);
     Weights<P> weights(true, false);
     Tiles<P> tiles(layout);
+    const auto flush = [&](int64_t rows) {
+      for (int64_t i = 0; i < rows; ++i) {
+        T* const last = sums.data() + i * own;
+        add_up(last, size, last + size);
+        for (size_t n = 0; n < kTotals; ++n) add_up(total.data() + (n * kRows + i) * W, W, last + 2 * size + n * W);
+      }
+    };
     for (int64_t n = begin; n < end; ++n) {
       const auto [number, head, first] = work[n];
       const Span& span = spans[number];
       const int64_t rows = std::min(kRows, span.num_queries - first);
       query.set(queries_of.at(span.row, head, span.query + first), queries_of.row, rows);
-      std::fill_n(sums.begin(), rows * size, T(0));
+      std::fill_n(sums.begin(), rows * own, T(0));
+      int64_t recent = 0;
       std::fill_n(most.begin(), rows, kNone<T>);
       std::fill(total.begin(), total.end(), T(0));
       const PackedAs<I>*const key_t = keys.at(number, head / share, span), *const value_rows =
@@ -323,7 +346,7 @@ std::tuple<Tensor, Tensor> forward_of(const Tensor& q, const Tensor& k, const Te
           const auto [low, high] = tile.seen(i, kNone<T>, score.data() + i * kCols);
           std::array<T*, kTotals> totals{total.data() + i * W};
           totals.back() = rounded + i * W;
-          weigh(score.data() + i * kCols, low, high, sums.data() + i * size, size, most[i], totals);
+          weigh(score.data() + i * kCols, low, high, sums.data() + i * own, own, most[i], totals);
         }
         const Sides<P> sides = weights.of(score.data(), rows);
 #if defined(__AVX512BF16__)
@@ -333,18 +356,21 @@ std::tuple<Tensor, Tensor> forward_of(const Tensor& q, const Tensor& k, const Te
                                                       values_of.at(span.row, head / share, span.key + tile.from),
                                                       values_of.row, tile.cols, size);
         tile.walk(layout.values.numbers, sides, [&](int64_t step, int64_t begin, int64_t count) {
-          tile.add_to_rows(step, sides, value + begin, stride, count, sums.data() + begin, size);
+          tile.add_to_rows(step, sides, value + begin, stride, count, sums.data() + begin, own);
         });
+        if (++recent % kTilesOfPart == 0) flush(rows);
       }
+      flush(rows);
       T* const to_lse = lses + (span.row * heads + head) * num_queries + span.query + first;
       for (int64_t i = 0; i < rows; ++i) {
-        const T weight = sum_of(V::loadu(total.data() + i * W)), divisor = sum_of(V::loadu(rounded + i * W));
+        const T* const all = sums.data() + i * own + size;
+        const T weight = sum_of(V::loadu(all + size)), divisor = sum_of(V::loadu(all + size + (kTotals - 1) * W));
         I* const to = outs.at(span.row, head, span.query + first + i);
         if (divisor == 0) {  // it sees nothing
           std::fill_n(to, size, I(0));
           continue;
         }
-        multiplied<T>(sums.data() + i * size, 1 / divisor, size, to);
+        multiplied<T>(all, 1 / divisor, size, to);
         to_lse[i] = most[i] + logarithm(weight);
       }
     }
@@ -413,13 +439,28 @@ std::tuple<Tensor, Tensor, Tensor> backward_of(const Tensor& grad_out, const Ten
   const T* const grad_lses = grad_lse.has_value() ? grad_lse->const_data_ptr<T>() : nullptr;
   parallel_for(pairs * splits, [&](int64_t begin, int64_t end) {
     const RegistersFor<P> registers;
-    std::vector<T> weight(kRows * kCols), change(kRows * kCols), sums(kRows * dim), shift(kRows), drop(kRows),
+    std::vector<T> weight(kRows * kCols), change(kRows * kCols), sums(kRows * 2 * dim), shift(kRows), drop(kRows),
         slope(terms.has_softcap() ? kRows * kCols : 0);
     // Of a sequence and its key head: keys and values as `pack` and `stack` make them, and the gradients as `pack`
     // would.
     const Buffer<PackedAs<I>> key_t(most_keys * depth), value_t(most_keys * value_depth),
         key_rows(most_keys / kCols * stacked);
     std::vector<T> sums_k(most_keys * dim), sums_v(most_keys * size);
+    // As sums of rows: those over the last tiles are added to these. 16 bits are rounded more than sums are.
+    constexpr bool kHasParts = std::is_same_v<I, float>;
+    std::vector<T> all_k(kHasParts ? most_keys * dim : 0), all_v(kHasParts ? most_keys * size : 0);
+    const auto add_parts = [&] {
+      if constexpr (kHasParts) {
+        add_up(sums_k.data(), static_cast<int64_t>(sums_k.size()), all_k.data());
+        add_up(sums_v.data(), static_cast<int64_t>(sums_v.size()), all_v.data());
+      }
+    };
+    const auto flush = [&](int64_t rows) {
+      for (int64_t i = 0; i < rows; ++i) {
+        T* const own = sums.data() + i * 2 * dim;
+        add_up(own, dim, own + dim);
+      }
+    };
     Query<I> query(layout.keys, layout.per_dim.data(), true), outward(layout.values, nullptr, true);
     Keys<I> tile_keys(dim * kCols), tile_key_rows(dim * kCols), tile_values(size * kCols);
     Weights<P> weights(false, true), changes(true, true);
@@ -434,6 +475,9 @@ std::tuple<Tensor, Tensor, Tensor> backward_of(const Tensor& grad_out, const Ten
       if constexpr (kIsPair<P>) stack(key, keys_of.row, keys.num_keys, dim, key_rows.data());
       std::fill(sums_k.begin(), sums_k.end(), T(0));
       std::fill(sums_v.begin(), sums_v.end(), T(0));
+      std::fill(all_k.begin(), all_k.end(), T(0));
+      std::fill(all_v.begin(), all_v.end(), T(0));
+      int64_t parts = 0;
       for (int64_t number = runs[run]; number < runs[run + 1]; ++number) {
         const Span& span = spans[number];
         for (int64_t head = group * share; head < (group + 1) * share; ++head) {
@@ -450,6 +494,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_of(const Tensor& grad_out, const Ten
                   sum_of_products<T>(own + i * outward_of.row, outs.at(span.row, head, span.query + first + i), size);
               if (grad_lses != nullptr) drop[i] -= grad_lses[at + i];
             }
+            int64_t recent = 0;
             for (const Tile<P>& tile : tiles.of(span, first, rows)) {
               const T* factors = layout.per_count.data();
               const auto [query_rows, query_stride] = query.rows();
@@ -487,23 +532,28 @@ std::tuple<Tensor, Tensor, Tensor> backward_of(const Tensor& grad_out, const Ten
                                      keys_of.row, tile.cols, dim);
               T* const of_keys = sums_k.data() + tile.from * dim;
               tile.walk(layout.keys.numbers, sides, [&](int64_t step, int64_t begin, int64_t count) {
-                tile.add_to_rows(step, sides, stacked_key + begin, stacked_key_stride, count, sums.data() + begin, dim);
+                tile.add_to_rows(step, sides, stacked_key + begin, stacked_key_stride, count, sums.data() + begin,
+                                 2 * dim);
                 tile.add_to_columns(step, sides, stacked_query + begin, stacked_query_stride, count,
                                     of_keys + begin * kCols);
               });
+              if (++recent % kTilesOfPart == 0) flush(rows);
             }
+            flush(rows);
+            if (++parts % kTilesOfPart == 0) add_parts();
             for (int64_t i = 0; i < rows; ++i)
-              converted<T, T, I>(sums.data() + i * dim, layout.per_dim.data(), dim,
+              converted<T, T, I>(sums.data() + (2 * i + 1) * dim, layout.per_dim.data(), dim,
                                  to_q.at(span.row, head, span.query + first + i));
           }
         }
       }
+      add_parts();
       // Queries that are pairs do not have the factors of the levels in them.
       const T* const per_dim = kIsPair<P> ? layout.per_dim.data() : nullptr;
       const auto write = [&](const auto& to_k, const auto& to_v) {
-        unpack<T>(sums_k.data(), keys.num_keys, dim, per_dim, to_k.at(keys.row, group, keys.key) + split * part_k,
-                  to_k.row);
-        unpack<T>(sums_v.data(), keys.num_keys, size, static_cast<const T*>(nullptr),
+        unpack<T>((kHasParts ? all_k : sums_k).data(), keys.num_keys, dim, per_dim,
+                  to_k.at(keys.row, group, keys.key) + split * part_k, to_k.row);
+        unpack<T>((kHasParts ? all_v : sums_v).data(), keys.num_keys, size, static_cast<const T*>(nullptr),
                   to_v.at(keys.row, group, keys.key) + split * part_v, to_v.row);
       };
       if (splits > 1)

@@ -175,12 +175,12 @@ def over_two_ranges(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, starts: Tenso
     """
     batch, num_queries, num_keys, dim = q.shape[0], q.shape[2], k.shape[2], q.shape[3]
     first = num_keys - num_queries
-    after = torch.arange(first + 1, num_keys + 1)
+    after = torch.arange(first + 1, num_keys + 1, device="cpu")
     limits = [torch.stack([starts, after]), torch.stack([torch.zeros_like(ends), ends])]  # the latter as sink tokens
     per_level, per_count = LevelLayout((dim,), (1,)).score_factors(scale)
     out: Tensor = torch.ops.structattn_native.forward(
         *(_rows(x) for x in (q, k, v)),
-        torch.tensor([[row, 0, 0, num_queries, num_keys, first] for row in range(batch)]),
+        torch.tensor([[row, 0, 0, num_queries, num_keys, first] for row in range(batch)], device="cpu"),
         (dim,),
         (v.shape[3],),
         per_level,

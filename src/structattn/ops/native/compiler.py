@@ -6,6 +6,7 @@ the standard library only.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -156,8 +157,9 @@ def compile_to(path: Path, instructions: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         for unfinished in path.parent.glob(f"{_UNFINISHED}*"):  # by a build that was ended
-            if time.time() - unfinished.stat().st_mtime > _LONGEST_S:
-                shutil.rmtree(unfinished, ignore_errors=True)
+            with contextlib.suppress(FileNotFoundError):  # another process has just ended its own
+                if time.time() - unfinished.stat().st_mtime > _LONGEST_S:
+                    shutil.rmtree(unfinished, ignore_errors=True)
         # Another process may build at the same time.
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=_UNFINISHED) as name:
             folder = Path(name)

@@ -31,7 +31,7 @@ from structattn_lab.report.plot import (
     shared_legend,
     spec_style,
 )
-from structattn_lab.report.rows import laws, mean_loss, series_of, settings_of
+from structattn_lab.report.rows import compared_budget, laws, mean_loss, point_at, series_of, settings_of
 from structattn_lab.report.task_report import TaskReport
 
 
@@ -202,14 +202,15 @@ def _saved(record: ComparisonRecord) -> Drawing | None:
 
 def _ablation(record: ComparisonRecord) -> Drawing | None:
     """All variants at the largest budget, best first."""
-    points = [(series, series.frontier.points[-1]) for series in laws(record).series]
+    budget = compared_budget(record)
+    points = [(series, at) for series in laws(record).series if (at := point_at(series, budget)) is not None]
     if len(points) < 2:
         return None
     points.sort(key=lambda found: -mean_loss(found[1]))
     figure = new_canvas(0.3 * len(points) + 0.9)
     ax = figure.add_subplot()
     dot_rows(ax, [(_name(s), _style(record, s.spec)["color"], p.losses, mean_loss(p)) for s, p in points])
-    ax.set_xlabel(f"test {record.metric} at {fmt_flops(points[0][1].budget)} FLOPs (lower is better)", loc="right")
+    ax.set_xlabel(f"test {record.metric} at {fmt_flops(budget)} FLOPs (lower is better)", loc="right")
     caption = "Every attention variant at the largest budget, at its best width: bars are seeds, dots their mean."
     return figure, caption, "Losses at the largest budget."
 
@@ -224,10 +225,12 @@ def _of_largest(record: ComparisonRecord, draw: Callable[[ComparisonRecord], Dra
 
 
 def _at_largest(record: ComparisonRecord) -> list[Row]:
-    """For each series the row of the largest budget at the best width."""
+    """For each series the row of the largest budget that all have, at the best width."""
     found = []
+    budget = compared_budget(record)
     for series in laws(record).series:
-        point = series.frontier.points[-1]
+        if (point := point_at(series, budget)) is None:
+            continue
         places = (series.setting, series.spec, point.width, point.budget)
         found.append(next(r for r in record.rows if (r.setting, r.spec, r.width, r.budget) == places))
     return found

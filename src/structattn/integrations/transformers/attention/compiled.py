@@ -32,29 +32,30 @@ def _variant(layout: Any, window: int | None, chunk_size: int | None, backend: A
     return Variant(layout=layout, window=window, chunk_size=chunk_size, backend=backend)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _LastMask:
-    """The mask of the last call, which all layers of a model have in common."""
+    """The mask of the last call, which all layers of a model have in common, and what it was made of."""
 
-    padding_mask: weakref.ref[Tensor] | None = None
-    facts: tuple[Any, ...] = ()
-    mask: StructuredMask | None = None
+    padding_mask: weakref.ref[Tensor]
+    facts: tuple[Any, ...]
+    mask: StructuredMask
 
 
-_last = _LastMask()
+_last: _LastMask | None = None
 
 
 def runtime_mask(
     padding_mask: Tensor | None, pairs: Tensor | None, num_queries: int, num_new: int, num_past: int, is_causal: bool
 ) -> StructuredMask:
     """The mask of a call while a compiled program runs, with its padding as ints."""
+    global _last
+    last = _last  # read once: threads may call this at the same time
     facts: tuple[Any, ...] = (num_queries, num_new, num_past, is_causal)
     versioned = None if padding_mask is None or padding_mask.is_inference() else padding_mask
     if versioned is not None:
         facts = (*facts, versioned._version)
-        is_last = _last.padding_mask is not None and _last.padding_mask() is versioned and _last.facts == facts
-        if is_last and _last.mask is not None:
-            return _last.mask
+        if last is not None and last.padding_mask() is versioned and last.facts == facts:
+            return last.mask
     mask = StructuredMask(
         num_queries=num_queries,
         num_keys=num_past + num_new,
@@ -64,7 +65,7 @@ def runtime_mask(
         pairs=pairs,
     )
     if versioned is not None:
-        _last.padding_mask, _last.facts, _last.mask = weakref.ref(versioned), facts, mask
+        _last = _LastMask(weakref.ref(versioned), facts, mask)
     return mask
 
 

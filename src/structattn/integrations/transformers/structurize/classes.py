@@ -42,6 +42,8 @@ from structattn.layers.checks import check_fits
 from structattn.layers.rotary_order import Rotation, check_split
 from structattn.spec.attention import parse_spec
 
+# Names for the dimension of a head in attention modules of transformers.
+_HEAD_DIMS = ("head_dim", "head_size", "attention_head_size")
 # Version 0.1 did not record these two: its models were of these attention classes, and rotated all pairs (i,
 # i + D / 2) or none.
 _OLD_ATTENTION = {
@@ -140,7 +142,7 @@ class StructureRecord:
             ConfigError: the record does not fit it.
         """
         spec, rotation = self.specs[layer], self.rotations[layer]
-        dim = dim if isinstance(dim := getattr(module, "head_dim", None), int) else None
+        dim = next((size for name in _HEAD_DIMS if isinstance(size := getattr(module, name, None), int)), None)
         variant = Variant() if spec is None else Variant.of(parse_spec(spec), self.context_length, dim)
         variant.within(getattr(module, "sliding_window", None))  # raises if both have a window
         if dim is not None:

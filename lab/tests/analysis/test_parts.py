@@ -16,6 +16,7 @@ from structattn_lab.analysis import scaling_law
 from structattn_lab.compare.parts import merge
 from structattn_lab.records.common import to_json
 from structattn_lab.records.comparison import read_comparison
+from structattn_lab.report.numbers import fmt_flops
 
 FEW = ("--preset", "smoke", "--set", "training.steps=4", "--set", "task.eval_examples=16", "--seeds", "2")
 SPECS = ("standard", "bilinear-btt:1", "standard:1")
@@ -104,6 +105,19 @@ def test_laws_are_fitted_to_all_parts(tmp_path, monkeypatch) -> None:
     expected = scaling_law.scaling_laws(whole.rows, SPECS)
     assert asdict(found.scaling) == asdict(expected)
     assert found.scaling.series[1].frontier.fit is not None
+
+
+@pytest.mark.full
+def test_losses_are_compared_at_a_budget_that_all_parts_have(tmp_path, monkeypatch) -> None:
+    for interval in (scaling_law.law_intervals, scaling_law.compute_multiplier):
+        monkeypatch.setitem(interval.__kwdefaults__, "replicates", 20)
+    parts = [
+        written(tmp_path / "far", grid(SPECS[:1], BUDGETS)),
+        written(tmp_path / "near", grid(SPECS[1:2], BUDGETS[:-1])),
+    ]
+    report = merge(parts, tmp_path / "all").report.read_text()
+    assert f"{SPECS[1]} has the lowest loss at {fmt_flops(BUDGETS[-2])} FLOPs" in report
+    assert f"at {fmt_flops(BUDGETS[-1])} FLOPs (" not in report
 
 
 def test_other_comparisons_are_no_parts(tmp_path) -> None:

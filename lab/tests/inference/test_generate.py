@@ -186,6 +186,7 @@ def test_mistakes_are_named_in_one_line(runs, tmp_path: Path, capsys) -> None:
         (["generate", run, "--prompt", "x" * 33], "33 tokens in the longest prompt"),
         (["generate", run, "--max-new-tokens", "0"], "--max-new-tokens: expected"),
         (["evaluate", str(other), "--cache"], "nearest-neighbor has none"),
+        (["evaluate", str(other), "--bits", "8"], "nearest-neighbor has none"),
         (["train", "text", "--target", "y"], "--target belongs to forecast, not to text"),
         (["train", "text", "--set", "task.rotary=round"], "unknown rotary split 'round'"),
         (["compare", "text", "--data", "missing.txt"], "missing.txt, got no such file"),

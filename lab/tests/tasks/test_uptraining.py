@@ -249,6 +249,10 @@ def test_a_model_is_uptrained_and_saved(trained, tmp_path) -> None:
     again = uptrain(trained["model"], text, tmp_path / "out", changes=changes, resume=True, **options)
     assert again.results.record.rows[0].scores == row.scores
     assert (done.model / "model.safetensors").stat().st_mtime_ns == stamp
+    other = {**options, "attention": "heads:1", "resume": True}
+    with pytest.raises(ConfigError, match="attention"):
+        uptrain(trained["model"], text, tmp_path / "out", changes=changes, **other)
+    assert json.loads((tmp_path / "out" / "results" / "results.json").read_text())["rows"][0]["spec"] == row.spec
 
 
 def test_what_does_not_fit_is_named(trained, tmp_path, task) -> None:

@@ -365,6 +365,7 @@ class LevelCacheLayer(CacheLayerMixin):  # type: ignore[misc]
         cache = self.level_cache
         if cache is None or cache.length == 0:  # after a crop to no tokens, another batch may follow
             cache = self.level_cache = new()
+            self._recording = None  # of a first call that broke off
             self.is_initialized = True
         if cache.length > 0 and _nonzero(cache.left_padding) != _nonzero(left_padding):
             raise CacheError(

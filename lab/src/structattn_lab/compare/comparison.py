@@ -90,7 +90,8 @@ def compare(
             core's threads idle, so one process per core is then the fastest. ``RayRunner`` uses a cluster.
         show_progress: a progress bar per run; with several jobs one for all.
         on_open: called with the output folder before anything is trained.
-        free: the settings that may differ from before with ``resume``.
+        free: names of the settings that may differ from before with ``resume``. Default: those above, and
+            those that change no result.
 
     Raises:
         ConfigError: unknown names, specs that do not fit, or an unusable folder, such as one with other

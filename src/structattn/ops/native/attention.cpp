@@ -18,8 +18,9 @@ namespace {
 template <typename T>
 constexpr T kNone = -std::numeric_limits<T>::infinity();
 
-// Sums over tiles are added to those of before after so many: the error of one running sum grows with their number.
-constexpr int64_t kTilesOfPart = 16;
+// So many tiles are added up before their sums are added to those of the tiles before: the error of a single sum grows
+// with the number of its terms.
+constexpr int64_t kTilesPerSum = 16;
 
 // Adds numbers to others, and sets them to 0.
 template <typename T>
@@ -358,7 +359,7 @@ std::tuple<Tensor, Tensor> forward_of(const Tensor& q, const Tensor& k, const Te
         tile.walk(layout.values.numbers, sides, [&](int64_t step, int64_t begin, int64_t count) {
           tile.add_to_rows(step, sides, value + begin, stride, count, sums.data() + begin, own);
         });
-        if (++recent % kTilesOfPart == 0) flush(rows);
+        if (++recent % kTilesPerSum == 0) flush(rows);
       }
       flush(rows);
       T* const to_lse = lses + (span.row * heads + head) * num_queries + span.query + first;
@@ -447,10 +448,10 @@ std::tuple<Tensor, Tensor, Tensor> backward_of(const Tensor& grad_out, const Ten
         key_rows(most_keys / kCols * stacked);
     std::vector<T> sums_k(most_keys * dim), sums_v(most_keys * size);
     // As sums of rows: those over the last tiles are added to these. 16 bits are rounded more than sums are.
-    constexpr bool kHasParts = std::is_same_v<I, float>;
-    std::vector<T> all_k(kHasParts ? most_keys * dim : 0), all_v(kHasParts ? most_keys * size : 0);
-    const auto add_parts = [&] {
-      if constexpr (kHasParts) {
+    constexpr bool kAddsSums = std::is_same_v<I, float>;
+    std::vector<T> all_k(kAddsSums ? most_keys * dim : 0), all_v(kAddsSums ? most_keys * size : 0);
+    const auto add_sums = [&] {
+      if constexpr (kAddsSums) {
         add_up(sums_k.data(), static_cast<int64_t>(sums_k.size()), all_k.data());
         add_up(sums_v.data(), static_cast<int64_t>(sums_v.size()), all_v.data());
       }
@@ -477,7 +478,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_of(const Tensor& grad_out, const Ten
       std::fill(sums_v.begin(), sums_v.end(), T(0));
       std::fill(all_k.begin(), all_k.end(), T(0));
       std::fill(all_v.begin(), all_v.end(), T(0));
-      int64_t parts = 0;
+      int64_t summed = 0;
       for (int64_t number = runs[run]; number < runs[run + 1]; ++number) {
         const Span& span = spans[number];
         for (int64_t head = group * share; head < (group + 1) * share; ++head) {
@@ -537,23 +538,23 @@ std::tuple<Tensor, Tensor, Tensor> backward_of(const Tensor& grad_out, const Ten
                 tile.add_to_columns(step, sides, stacked_query + begin, stacked_query_stride, count,
                                     of_keys + begin * kCols);
               });
-              if (++recent % kTilesOfPart == 0) flush(rows);
+              if (++recent % kTilesPerSum == 0) flush(rows);
             }
             flush(rows);
-            if (++parts % kTilesOfPart == 0) add_parts();
+            if (++summed % kTilesPerSum == 0) add_sums();
             for (int64_t i = 0; i < rows; ++i)
               converted<T, T, I>(sums.data() + (2 * i + 1) * dim, layout.per_dim.data(), dim,
                                  to_q.at(span.row, head, span.query + first + i));
           }
         }
       }
-      add_parts();
+      add_sums();
       // Queries that are pairs do not have the factors of the levels in them.
       const T* const per_dim = kIsPair<P> ? layout.per_dim.data() : nullptr;
       const auto write = [&](const auto& to_k, const auto& to_v) {
-        unpack<T>((kHasParts ? all_k : sums_k).data(), keys.num_keys, dim, per_dim,
+        unpack<T>((kAddsSums ? all_k : sums_k).data(), keys.num_keys, dim, per_dim,
                   to_k.at(keys.row, group, keys.key) + split * part_k, to_k.row);
-        unpack<T>((kHasParts ? all_v : sums_v).data(), keys.num_keys, size, static_cast<const T*>(nullptr),
+        unpack<T>((kAddsSums ? all_v : sums_v).data(), keys.num_keys, size, static_cast<const T*>(nullptr),
                   to_v.at(keys.row, group, keys.key) + split * part_v, to_v.row);
       };
       if (splits > 1)

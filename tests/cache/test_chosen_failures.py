@@ -50,26 +50,28 @@ class Tokens:
         return cache
 
 
+@pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize("name", STORAGES)
 @torch.no_grad()
-def test_an_interrupt_while_a_block_is_decided_on_changes_nothing(name, request: pytest.FixtureRequest) -> None:
-    tokens = Tokens(STORAGES[name])
-    base = tokens.filled(STORAGES[name], 28)  # the next token makes the first 16 old enough
+def test_an_interrupt_while_a_block_is_decided_on_changes_nothing(name, count, request: pytest.FixtureRequest) -> None:
+    """Before a token, and before the third of four."""
+    tokens, first = Tokens(STORAGES[name]), 28 if count == 1 else 26
+    base = tokens.filled(STORAGES[name], first)
     lengths = croppable(base)
-    expected = tokens.all_of(copy.deepcopy(base), 28, 34)
-    tokens.attend(copy.deepcopy(base), 28, 29)  # what the first call of a process does is not counted
+    expected = tokens.all_of(copy.deepcopy(base), first, 34)
+    tokens.attend(copy.deepcopy(base), first, first + count)  # what the first call of a process does is not counted
     counted = copy.deepcopy(base)
     with interrupted(0) as seen:
-        tokens.attend(counted, 28, 29)
+        tokens.attend(counted, first, first + count)
     stride = 1 if request.config.getoption("--full") else seen[0] // 20
     for at in range(1 + seen[0] % 3, seen[0] + 1, stride):
         cache = copy.deepcopy(base)
         with pytest.raises(KeyboardInterrupt), interrupted(at):
-            tokens.attend(cache, 28, 29)
-        assert cache.length == 28
+            tokens.attend(cache, first, first + count)
+        assert cache.length == first
         # At the last line of the decision that is made there is no call yet that could be taken back.
         assert croppable(cache) in (lengths, [length for length in lengths if length == 0 or length >= 16])
-        found = tokens.all_of(cache, 28, 34)
+        found = tokens.all_of(cache, first, 34)
         assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
     assert seen[0] > 60
 

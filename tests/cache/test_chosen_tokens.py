@@ -30,7 +30,10 @@ def _decide(stays, scores, first, storage) -> None:
 
 
 def _by_loops(calls, storage):
-    """The outputs of all calls, (B, H, S, D), and which tokens are kept, by the definition."""
+    """The outputs of all calls, (B, H, S, D), and which tokens are kept, by the definition. Few tokens are as
+    many calls.
+    """
+    calls = [call for whole in calls for call in _one_by_one(whole, storage)]
     size, wait = storage.block, storage.recent + storage.block
     k = v = scores = stays = torch.zeros(0)
     decided, outs = 0, []
@@ -56,6 +59,14 @@ def _by_loops(calls, storage):
         if past - decided + count > wait:  # a call of many tokens decides at its end
             decided = decide(past + count)
     return torch.cat(outs, dim=2), stays
+
+
+def _one_by_one(call, storage):
+    """A call of up to a group of tokens as one call for each."""
+    count = call[0].shape[2]
+    if count > storage.group_size:
+        return [call]
+    return [tuple(x[:, :, at : at + 1] for x in call) for at in range(count)]
 
 
 def _calls(sizes, *, heads=4, key_heads=2, batch=2, dtype=torch.float64, seed=0):
@@ -243,20 +254,39 @@ def test_a_cache_of_padding_alone_has_nothing_to_save(tmp_path) -> None:
         cache.save(tmp_path / "cache.safetensors")
 
 
-def test_tokens_that_are_taken_back_leave_no_trace() -> None:
-    """While no group is decided on meanwhile."""
-    storage = sa.Storage(4, 4, group_size=16, residual=16, keep=16, block=64, recent=64)
-    calls = _calls([150, *[1] * 36], dtype=torch.float32)
-    plain, guessed = sa.LevelCache(storage=storage), sa.LevelCache(storage=storage)
+@pytest.mark.parametrize("padding", [None, (0, 9)])
+@pytest.mark.parametrize("wrong", [1, 5, 14])
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_tokens_that_are_taken_back_leave_no_trace(bits, wrong, padding) -> None:
+    """As drafts of assisted generation; also where blocks are decided on between them."""
+    storage = sa.Storage(bits, bits, group_size=16, residual=16, keep=16, block=32, recent=64)
+    calls = _calls([150, *[1] * 110], dtype=torch.float32)
+    plain, guessed = (sa.LevelCache(storage=storage, left_padding=padding) for _ in range(2))
     wanted = [_attend(plain, [call]) for call in calls]
     _attend(guessed, calls[:1])
     for at in range(1, len(calls), 2):
         right = [torch.cat(pair, dim=2) for pair in zip(*calls[at : at + 2], strict=True)]
-        wrong = _calls([4], dtype=torch.float32, seed=at)[0]
-        both = tuple(torch.cat(pair, dim=2) for pair in zip(right, wrong, strict=True))
+        others = _calls([wrong], dtype=torch.float32, seed=at)[0]
+        both = tuple(torch.cat(pair, dim=2) for pair in zip(right, others, strict=True))
+        if at % 3 == 0:
+            _attend(guessed, [both])
+            guessed.undo()
         out = _attend(guessed, [both])[:, :, : right[0].shape[2]]
-        guessed.crop(guessed.length - 4)
+        guessed.crop(guessed.length - wrong)
         assert torch.allclose(out, torch.cat(wanted[at : at + 2], dim=2), atol=1e-5)
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+def test_many_tokens_read_the_same_after_others_were_taken_back(bits) -> None:
+    storage = sa.Storage(bits, bits, group_size=16, residual=16, keep=16, block=32, recent=64)
+    calls, many = _calls([150, *[1] * 16], dtype=torch.float32), _calls([70], dtype=torch.float32, seed=1)
+    cache = sa.LevelCache(storage=storage)
+    for call in calls:
+        _attend(cache, [call])
+        plain, guessed = copy.deepcopy(cache), copy.deepcopy(cache)
+        _attend(guessed, _calls([3], dtype=torch.float32, seed=2))
+        guessed.crop(cache.length)
+        assert torch.allclose(_attend(guessed, many), _attend(plain, many), atol=1e-5)
 
 
 def test_what_cannot_be_taken_back_is_refused_before_anything_changes() -> None:

@@ -630,3 +630,46 @@ def test_what_is_kept_carries_no_gradient() -> None:
     (only,) = torch.autograd.grad(later.sum(), q)
     assert bool(only.isfinite().all())
     assert not cache._contents.keys[0].pages[0].buffers[0].requires_grad
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("name", ["plain", "levels", "sliding, sink tokens", "rows"])
+def test_derivatives_in_forward_mode_are_those_of_the_definition(name, count) -> None:
+    layout, (q, k, v), tangents = LAYOUTS[name], draw(3, 2, 2, 2, 30), draw(3, 2, 2, 2, count, seed=1)
+    past, new = (tuple(x[:, :, part] for x in (q, k, v)) for part in (slice(-count), slice(-count, None)))
+
+    def cached(*new):
+        cache = sa.LevelCache(layout)
+        with torch.no_grad():
+            through(cache, *past, [28 - count, 1, 1])  # a step of the C++ code could go on
+            return cache.attend(*new)
+
+    def whole(*new):
+        parts = zip(past, new, strict=True)
+        return dense(*(torch.cat(x, dim=2) for x in parts), layout)[:, :, -count:]
+
+    expected, slope = torch.func.jvp(whole, new, tangents)
+    with torch.autograd.forward_ad.dual_level():
+        out = cached(*map(torch.autograd.forward_ad.make_dual, new, tangents))
+        assert_close(torch.autograd.forward_ad.unpack_dual(out).tangent, slope, gradient=True)
+    for x, y in zip(torch.func.jvp(cached, new, tangents), (expected, slope), strict=True):
+        assert_close(x, y, gradient=True)
+
+
+def test_vmap_maps_over_queries_and_not_over_what_is_kept() -> None:
+    q, k, v = draw(1, 2, 2, 2, 12)
+    new = tuple(x[:, :, 11:] for x in (q, k, v))
+
+    def cached(q, k, v, storage=None):
+        cache = sa.LevelCache(LAYOUTS["levels"], storage=storage)
+        with torch.no_grad():
+            cache.append(*(x[:, :, :11] for x in both))
+            return cache.attend(q, k, v)
+
+    both = (k, v)
+    several = torch.stack([new[0], 2 * new[0]])
+    for storage in (None, sa.Storage(key_bits=8, value_bits=8, group_size=2, residual=2)):
+        outs = torch.vmap(lambda q, storage=storage: cached(q, *new[1:], storage))(several)
+        assert_close(outs, torch.stack([cached(q, *new[1:], storage) for q in several]))
+    with pytest.raises(ConfigError, match="other keys and values for each call that torch.vmap makes"):
+        torch.vmap(lambda k: cached(new[0], k, new[2]))(torch.stack([new[1], new[1]]))

@@ -323,15 +323,22 @@ def test_requests_together_have_the_tokens_that_each_has_alone(model, found, tex
         assert out.generated_tokens == alone[0, len(prompt) :].tolist()
 
 
-def test_speculative_decoding_takes_tokens_back(smaller, model, texts) -> None:
-    """Its calls are other calls, so that its tokens need not be those of greedy decoding; but most are."""
-    prompt = texts[:1, :800]
-    assistant = copy.deepcopy(model)
-    assisted = smaller.generate(prompt, max_new_tokens=60, do_sample=False, assistant_model=assistant)
-    assert assisted.shape == (1, 860)
-    assert torch.equal(
-        assisted, smaller.generate(prompt, max_new_tokens=60, do_sample=False, assistant_model=assistant)
-    )
+@torch.no_grad()
+def test_drafts_leave_no_trace(smaller, texts) -> None:
+    """Also where a block is decided on between them."""
+    ids, outs = texts[:1, :820], []
+    one_by_one, with_drafts = level_cache(smaller), level_cache(smaller)
+    for cache in (one_by_one, with_drafts):
+        smaller(ids[:, :740], past_key_values=cache)
+    expected = [smaller(ids[:, at : at + 1], past_key_values=one_by_one).logits for at in range(740, 820)]
+    for at in range(740, 820, 2):
+        wrong = texts[1:2, at : at + 4]
+        call = torch.cat([ids[:, at : at + 2], wrong], dim=1)
+        outs.append(smaller(call, past_key_values=with_drafts).logits[:, :2])
+        with_drafts.crop(-4)
+    torch.testing.assert_close(torch.cat(outs, dim=1), torch.cat(expected, dim=1), rtol=1e-4, atol=1e-4)
+    assistant = {"assistant_model": smaller, "max_new_tokens": 20, "do_sample": False}
+    assert torch.equal(*(smaller.generate(ids[:, :740], **assistant) for _ in range(2)))
 
 
 def test_gradients_that_are_no_numbers_are_an_error(model, texts, monkeypatch) -> None:

@@ -35,12 +35,16 @@ class _Return:
         decided: as of ``ChosenTokens``.
         scores: a copy, where they were moved.
         overwritten: functions that take back what was decided just before, the last one first.
+        before: what it returns to next, where a call has several parts.
+        first: tokens before the call that set it.
     """
 
     contents: Contents
     decided: int
     scores: Tensor | None
     overwritten: Sequence[Callable[[], object]] = ()
+    before: _Return | None = None
+    first: int = 0
 
 
 @dataclass(frozen=True)
@@ -265,15 +269,33 @@ class ChosenTokens:
         return self._open >= self.storage.recent + self.storage.block
 
     def _is_short(self, count: int) -> bool:
-        """Whether that many new tokens are decided on by later calls."""
-        return self._open + count <= self.storage.recent + self.storage.block
+        """Whether that many new tokens are decided on as if they came one by one: up to a group, which
+        ``crop`` can take back, and where nothing is decided on.
+        """
+        return count <= self.storage.group_size or self._open + count <= self.storage.recent + self.storage.block
+
+    def _parts(self, scores: Tensor) -> Iterator[slice]:
+        """The parts of few new tokens, with scores (B, G, T), between which blocks are decided on; each is
+        appended before the next one is asked for.
+        """
+        first, count = 0, scores.shape[2]
+        while first < count:
+            if first and self._is_due:
+                overwritten = self._decide()
+                self.kept.set_mark(is_inner=True)
+                start = 0 if self._mark is None else self._mark.first
+                self._mark = _Return(self.kept, self.decided, None, overwritten, self._mark, start)
+            end = min(count, first + self.storage.recent + self.storage.block - self._open)
+            self._store_scores(self._open, scores[:, :, first:end])
+            yield slice(first, end)
+            first = end
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """Adds tokens, whose scores were set."""
         scores = self._taken_scores(k.shape[2])
         if self._is_short(k.shape[2]):
-            self._store_scores(self._open, scores)
-            self.kept.append(k, v)
+            for part in self._parts(scores):
+                self.kept.append(k[:, :, part], v[:, :, part])
         else:
             self._append_many(k, v, scores)
 
@@ -309,10 +331,12 @@ class ChosenTokens:
         if self._prompt is not None:
             return self._attend_prompt(self._prompt, q, k, v, options, backend)
         if q.shape[2] and self._is_short(q.shape[2]):
-            scores, open_tokens = self._taken_scores(k.shape[2]), self._open
-            out = self.kept.attend(q, k, v, options, backend)
-            self._store_scores(open_tokens, scores)
-            return out
+            outs = []
+            for part in self._parts(self._taken_scores(k.shape[2])):
+                query, key, value = (x[:, :, part] for x in (q, k, v))
+                outs.append(self.kept.attend(query, key, value, options, backend))
+            return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
+        self.kept.requantize()
         keys, values = self.kept.dense_keys(k), self.kept.dense_values(v)
         out = over_dense(q, keys, values, options, layout=None, window=None, backend=backend)
         self.append(k, v)
@@ -349,28 +373,47 @@ class ChosenTokens:
         """Marks the point to which ``undo`` returns, and then decides on what is due."""
         overwritten = self._decide() if self._is_due else ()
         self.kept.set_mark()
-        self._mark = _Return(self.kept, self.decided, None, overwritten)
+        self._mark = _Return(self.kept, self.decided, None, overwritten, first=self.length)
 
     def undo(self) -> None:
         """Makes the contents what they were at the mark."""
         assert self._mark is not None
-        mark, self._mark = self._mark, None
+        while self._mark is not None:
+            self._undo_part(self._mark)
+
+    def _undo_part(self, mark: _Return) -> None:
+        """Takes back the last part of a call, and what was decided just before it."""
         self.kept, self.decided, self._new = mark.contents, mark.decided, None
         if mark.scores is not None:
             self._scores = mark.scores
         self.kept.undo()
         _take_back(mark.overwritten)
+        self._mark = mark.before
 
     def crop(self, length: int) -> None:
-        """Forgets all tokens but the first ``length``."""
+        """Forgets all tokens but the first ``length``. What was decided between tokens of the last call is
+        taken back with them; what was decided before it, or on many tokens at once, stays.
+        """
         self.check_crop(length)
         if length == 0:
             self.reset()
-        else:
-            self.kept.crop(self._chosen + length - self.decided)
+            return
+        while (mark := self._early_part(length)) is not None:
+            self._undo_part(mark)
+        self.kept.crop(self._chosen + length - self.decided)
+        self._mark = None
+
+    def _early_part(self, length: int) -> _Return | None:
+        """The last part of the last call, where it began after more than ``length`` tokens, the call not."""
+        mark = self._mark
+        if mark is None or mark.before is None or not mark.first <= length < self.decided + self.storage.recent:
+            return None
+        return mark
 
     def check_crop(self, length: int) -> None:
         """Raises what ``crop`` would raise, and changes nothing."""
+        if self._early_part(length) is not None:  # of at most a group of tokens, all of which are still there
+            return
         if length and length < self.decided:
             raise CacheError(
                 f"cannot crop from {self.length} to {length} tokens: of the first {self.decided}, {self._chosen} are "

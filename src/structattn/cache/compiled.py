@@ -17,7 +17,7 @@ from structattn.cache.level_cache import LevelCache
 from structattn.cache.numbers import numbered
 from structattn.errors import ConfigError
 from structattn.ops.checks import autocasted
-from structattn.ops.terms import ScoreTerms
+from structattn.ops.terms import ScoreTerms, needs_gradient
 
 _LIBRARY = torch.library.Library("structattn", "FRAGMENT")
 
@@ -35,11 +35,6 @@ def define(schema: str, function: Any, fake: Any) -> None:
     name = schema.partition("(")[0]
     _LIBRARY.impl(name, torch.no_grad()(function), "CompositeExplicitAutograd")
     torch.library.register_fake(f"structattn::{name}", fake, lib=_LIBRARY)
-
-
-def needs_gradient(*tensors: Tensor | None) -> bool:
-    """Whether a gradient is asked for one of the tensors, which operators on caches do not give."""
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def _attend(

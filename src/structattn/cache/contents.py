@@ -37,9 +37,9 @@ from structattn.layout.text import TextLayout
 from structattn.memory import check_memory
 from structattn.ops import Backend
 from structattn.ops.backends import NAMED
-from structattn.ops.checks import autocasted, check_layout
+from structattn.ops.checks import autocasted, check_layout, is_transformed
 from structattn.ops.native.library import is_here
-from structattn.ops.terms import DTYPES, ScoreTerms
+from structattn.ops.terms import DTYPES, ScoreTerms, needs_gradient
 
 # Up to this many new tokens are decoded from the pages, run by run; more are computed over dense keys.
 _FEW_TOKENS = 16
@@ -91,6 +91,7 @@ class _Mark:
         overwritten: functions that write back numbers that are still wanted and were written over. Within a
             block tokens go to free slots, so that there are some only where a block is left, or in a ring.
         groups: stores of quantized tokens, with the pages and the positions that they had.
+        before: the mark that ``undo`` leaves.
     """
 
     length: int
@@ -98,6 +99,7 @@ class _Mark:
     pages: list[tuple[LevelStore, int]] = field(default_factory=list)
     overwritten: list[Callable[[], object]] = field(default_factory=list)
     groups: list[tuple[GroupStore, int, list[int], list[int]]] = field(default_factory=list)
+    before: _Mark | None = None
 
     def put_back(self) -> None:
         """Writes the numbers back, the last ones first, and gives back the pages."""
@@ -651,7 +653,7 @@ class Contents:
             return q.new_zeros((*q.shape[:3], v.shape[3]))
         if self.is_quantized:
             check_no_gradient(q, k, v, options)
-            is_single = q.shape[2] == 1 and backend == "auto" and options.has_scale_only
+            is_single = q.shape[2] == 1 and backend == "auto" and options.has_scale_only and not is_transformed()
             if is_single and (step := self._next_step(kept_k, kept_v)) is not None:
                 out = step.attend(q, kept_k, kept_v, options.scale, self.length, self._overwritten)
                 self.length += 1
@@ -740,6 +742,11 @@ class Contents:
             )
             outs.append(of_rows)
         return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def requantize(self) -> None:
+        """Quantizes what the next token reads so, and what ``crop`` has made recent is not yet again."""
+        if self.is_quantized:
+            self._quantize(self.length + 1)
 
     def _quantize(self, length: int, k: Tensor | None = None, v: Tensor | None = None) -> None:
         """Quantizes what a query reads so that is the last of ``length`` tokens, from those so far and new
@@ -835,7 +842,7 @@ class Contents:
         """Whether new tokens are decoded straight from what is kept: few ones, past the padding, without a
         gradient.
         """
-        if torch.is_grad_enabled() and (options.needs_gradient or any(x.requires_grad for x in (q, k, v))):
+        if is_transformed() or options.needs_gradient or needs_gradient(q, k, v):
             return False
         makes_keys = self.latent is not None and not self.latent.can_absorb
         is_past_padding = self.length >= self.most_padding
@@ -846,6 +853,8 @@ class Contents:
         token besides sink tokens.
         """
         if not (backend == "triton" or (backend == "auto" and q.is_cuda)) or q.shape[2] > _FEW_TOKENS:
+            return False
+        if is_transformed():
             return False
         sinks = 0 if self.sinks is None else self.sinks.layout.sink_tokens
         if self.length < self.most_padding + max(1, sinks) or torch.compiler.is_compiling():
@@ -898,9 +907,9 @@ class Contents:
             chunk_size=self.chunk_size,
         )
 
-    def set_mark(self) -> None:
-        """Marks the point to which ``undo`` returns."""
-        self._mark = _Mark(length=self.length, layout=self.layout)
+    def set_mark(self, is_inner: bool = False) -> None:
+        """Marks the point to which ``undo`` returns; an inner one returns to the mark before it next."""
+        self._mark = _Mark(length=self.length, layout=self.layout, before=self._mark if is_inner else None)
 
     def undo(self) -> None:
         """Makes the contents what they were at the mark, from which on tokens were appended and nothing else
@@ -917,7 +926,7 @@ class Contents:
             if self.is_uniform and not was_uniform:
                 for store, _ in self.stores():
                     store.lost = store.lost[:1]
-        self.length, self._mark = self._mark.length, None
+        self.length, self._mark = self._mark.length, self._mark.before
 
     def crop(self, length: int) -> None:
         """Forgets all tokens but the first ``length``; see ``LevelCache.crop``."""

@@ -18,7 +18,7 @@ from structattn.ops import Backend
 from structattn.ops.joined_softmax import joined_softmax
 from structattn.ops.native import backend as native
 from structattn.ops.native import library
-from structattn.ops.terms import ScoreTerms
+from structattn.ops.terms import ScoreTerms, needs_gradient
 
 # Queries of a prompt that are computed together: few calls, and little that is copied.
 _PROMPT_QUERIES = 1024
@@ -26,7 +26,7 @@ _PROMPT_QUERIES = 1024
 
 def check_no_gradient(q: Tensor, k: Tensor, v: Tensor, options: ScoreTerms) -> None:
     """Raises ``ConfigError`` where a gradient is asked for, which quantized tokens do not have."""
-    if torch.is_grad_enabled() and (options.needs_gradient or any(x.requires_grad for x in (q, k, v))):
+    if options.needs_gradient or needs_gradient(q, k, v):
         raise ConfigError(
             "a cache that stores fewer bits gives no gradients: call the model within torch.no_grad(), or use a "
             "cache without storage="

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from structattn.cache.contents import TokenShape
@@ -16,7 +17,7 @@ from structattn.layout.global_window import GlobalWindowLayout
 from structattn.layout.heads import AnyLayout, HeadLayouts
 from structattn.layout.levels import LevelLayout
 from structattn.layout.text import TextLayout
-from structattn.ops.checks import taken_dtype
+from structattn.ops.checks import is_transformed, taken_dtype
 
 
 def checked_shape(q: Tensor | None, k: Tensor, v: Tensor, latent: Latent | None) -> TokenShape:
@@ -27,6 +28,7 @@ def checked_shape(q: Tensor | None, k: Tensor, v: Tensor, latent: Latent | None)
 
     Raises:
         ShapeError: they are no tensors of that shape, or of different batches, lengths, dtypes or devices.
+        ConfigError: ``torch.vmap`` gives other keys or values to each of its calls.
     """
     named_tensors = (("k", k), ("v", v)) if q is None else (("q", q), ("k", k), ("v", v))
     for name, x in named_tensors:
@@ -50,6 +52,11 @@ def checked_shape(q: Tensor | None, k: Tensor, v: Tensor, latent: Latent | None)
             )
     if q is not None:
         _check_queries(q, k, v, latent)
+    if is_transformed() and any(torch._C._functorch.is_batchedtensor(x) for x in (k, v)):
+        raise ConfigError(
+            "a cache cannot keep other keys and values for each call that torch.vmap makes: give what vmap maps over "
+            "as rows of the batch"
+        )
     if latent is not None and key_heads != 1:
         raise ShapeError(
             "a cache that keeps hidden states is given those in place of keys, (batch, 1, length, E), got "

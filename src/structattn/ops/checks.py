@@ -66,8 +66,8 @@ def is_eager(x: Tensor) -> bool:
 
 
 def is_quiet() -> bool:
-    """Whether nothing changes what operations do: no compiler, tracer or counter, and no autocast."""
-    return no_autocast() and torch._C._len_torch_dispatch_stack() == 0
+    """Whether nothing changes what operations do: no compiler, tracer, counter or transform, no autocast."""
+    return no_autocast() and torch._C._len_torch_dispatch_stack() == 0 and not is_transformed()
 
 
 def is_plain(x: object) -> TypeGuard[Tensor]:

@@ -107,8 +107,8 @@ class ScoreTerms:
 
     @property
     def needs_gradient(self) -> bool:
-        """Whether a gradient is asked for one of the tensors."""
-        return any(x is not None and x.requires_grad for x in (self.sinks, self.attn_mask, self.attn_bias))
+        """Whether a derivative by one of the tensors is asked for."""
+        return needs_gradient(self.sinks, self.attn_mask, self.attn_bias)
 
     def of_queries(self, first: int, end: int, num_queries: int, num_keys: int) -> ScoreTerms:
         """The terms for queries ``first`` ... ``end - 1`` of T, of which the last sees the first of S keys
@@ -273,7 +273,7 @@ def _checked_slopes(q: Tensor, alibi_slopes: Any) -> Tensor:
         )
     if alibi_slopes.device != q.device:
         raise ShapeError(f"alibi_slopes must be on the device of q, {q.device}, got {alibi_slopes.device}")
-    if _needs_gradient(alibi_slopes):
+    if needs_gradient(alibi_slopes):
         raise ConfigError(
             "alibi_slopes get no gradient, and these require one: give alibi_slopes.detach(); a bias that is learned "
             "is attn_bias"
@@ -282,8 +282,11 @@ def _checked_slopes(q: Tensor, alibi_slopes: Any) -> Tensor:
     return slopes if slopes.dim() == 2 else slopes[None]
 
 
-def _needs_gradient(x: Tensor) -> bool:
-    """Whether a derivative by a tensor is asked for, in reverse or forward mode."""
-    if torch.autograd.forward_ad._current_level >= 0 and torch.autograd.forward_ad.unpack_dual(x).tangent is not None:
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Whether a derivative by one of the tensors is asked for, in reverse or forward mode."""
+    forward_ad = torch.autograd.forward_ad
+    if forward_ad._current_level >= 0 and any(
+        x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors
+    ):
         return True
-    return x.requires_grad and torch.is_grad_enabled()
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)

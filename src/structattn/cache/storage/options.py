@@ -29,9 +29,10 @@ class Storage:
 
     With ``keep``, only that many tokens of each block stay once it is no longer ``recent``, in each row and
     key head those with the highest ``token_scores``, the first 4 tokens of the sequence among them; the
-    memory of the others is free. This is for plain attention without padding. A call of many tokens attends
-    to all of its own tokens, and they are chosen at its end: what a prompt of two calls reads is not what one
-    call reads. Codes of a block that decoding has filled are quantized once more when they are chosen.
+    memory of the others is free. This is for plain attention. A call of up to ``group_size`` tokens is as
+    many single ones. A call of more attends to all of its own tokens, and they are chosen at its end: what a
+    prompt of two calls reads is not what one call reads. Codes of a block that decoding has filled are
+    quantized once more when they are chosen.
 
     Args:
         key_bits, value_bits: 4, 8, or 16 for the numbers of the model. A tuple has one for each level, level

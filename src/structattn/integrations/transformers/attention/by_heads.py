@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from structattn.integrations.transformers.attention.call import Reorder
-from structattn.ops.terms import ScoreTerms
+from structattn.ops.terms import ScoreTerms, needs_gradient
 
 # Numbers of the queries that are computed together: with fewer, the calls of many small operators would take
 # longer.
@@ -31,7 +31,7 @@ def heads_at_once(q: Tensor, k: Tensor, v: Tensor, terms: ScoreTerms, *, dropout
     heads = k.shape[1]
     if torch.compiler.is_compiling() or not q.is_cpu or q.numel() <= _NUMBERS:
         return heads
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+    if needs_gradient(q, k, v):
         return heads
     if dropout > 0 or terms.sinks is not None or terms.alibi_slopes is not None:
         return heads

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from structattn.cache.attend import over_dense
-from structattn.cache.compiled import define, empty_output, needs_gradient, with_past
+from structattn.cache.compiled import define, empty_output, with_past
 from structattn.cache.numbers import NumberedLayer, numbered
 from structattn.cache.over_quantized import check_no_gradient
 from structattn.integrations.transformers.attention.arguments import POSITION_BIAS
@@ -24,7 +24,7 @@ from structattn.integrations.transformers.masks.structured_mask import Structure
 from structattn.integrations.transformers.variant import Variant
 from structattn.ops import flat_layout
 from structattn.ops.checks import autocasted
-from structattn.ops.terms import ScoreTerms
+from structattn.ops.terms import ScoreTerms, needs_gradient
 
 
 @functools.lru_cache(maxsize=256)

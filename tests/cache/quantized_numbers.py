@@ -50,4 +50,6 @@ def attention(
     sinks = layout.sink_tokens if isinstance(layout, sa.LevelLayout) else 0
     k = seen(k, keys, storage.bits("key_bits", len(keys)), storage, position, sinks, per_token=False)
     v = seen(v, values, storage.bits("value_bits", len(values)), storage, position, sinks, per_token=True)
+    if q.dtype.itemsize == 2:
+        q, k, v = q.double(), k.double(), v.double()
     return sa.structured_attention(q, k, v, layout, window=window, backend="reference", **terms)

@@ -23,8 +23,8 @@ FOLDER = str(Path(sa.__file__).parent)
 
 
 @contextmanager
-def interrupted(at, kind=KeyboardInterrupt):
-    """Raises an error at the line number ``at`` that is run in the package, counted from the beginning;
+def interrupted(*at, kind=KeyboardInterrupt):
+    """Raises an error at each line number ``at`` that is run in the package, counted from the beginning;
     yields the count.
     """
     seen = [0]
@@ -34,7 +34,7 @@ def interrupted(at, kind=KeyboardInterrupt):
             return None
         if event == "line":
             seen[0] += 1
-            if seen[0] == at:
+            if seen[0] in at:
                 raise kind("stopped")
         return trace
 
@@ -239,6 +239,69 @@ def test_a_change_that_breaks_off_is_seen(change: str) -> None:
         assert cache.length == wanted[same[0]].length
         states.append("as before" if same[0] == 0 else "changed")
     assert {"refused", "changed"} <= set(states)
+
+
+TWO_STORAGES = [sa.Storage(4, 4, 4, 3), None]
+
+
+@pytest.mark.quick(case=["levels"])
+@pytest.mark.parametrize("case", ["levels", "storages"])
+def test_undo_that_breaks_off_is_seen(case: str) -> None:
+    """At every line of ``undo``, and of what a step that breaks off takes back: the cache is as it was, or
+    refuses everything until it is reset.
+    """
+    q, k, v = tokens(2, 24)
+    layout, storage = {"levels": (LEVELS, None), "storages": (None, TWO_STORAGES)}[case]
+    base = sa.LevelCache(layout, storage=storage, page_size=8)
+    base.attend(q[:, :, :20], k[:, :, :20], v[:, :, :20])
+    last = [x[:, :, 20:21] for x in (q, k, v)]
+    empty = [x[:, :, :0] for x in (k, v)]
+    before = base.dense_past(*empty)
+
+    def check(cache, after=None) -> str:
+        try:
+            past = cache.dense_past(*empty)
+        except CacheError as error:
+            assert "broke off" in str(error)
+            cache.reset()
+            assert cache.length == 0
+            cache.append(*last[1:])
+            return "refused"
+        is_before = cache.length == 20
+        assert all(map(torch.equal, past, before if is_before or after is None else after))
+        return "as before" if is_before else "not undone"
+
+    states = []
+    for at in range(1, 400):
+        cache = copy.deepcopy(base)
+        cache.append(*last[1:])
+        with interrupted(at) as seen:
+            try:
+                cache.undo()
+            except KeyboardInterrupt:
+                pass
+        states.append(check(cache, base_and(base, last, empty)))
+        if seen[0] < at:
+            break
+    assert {"refused", "as before", "not undone"} == set(states)
+
+    cache = copy.deepcopy(base)
+    with interrupted() as seen:
+        cache.attend(*last)
+    for at in range(seen[0] + 1, seen[0] + 200):
+        cache = copy.deepcopy(base)
+        with interrupted(seen[0], at) as lines, pytest.raises(KeyboardInterrupt):
+            cache.attend(*last)
+        states.append(check(cache))
+        if lines[0] < at:
+            break
+    assert "not undone" not in states[-1]
+
+
+def base_and(base, new, empty):
+    cache = copy.deepcopy(base)
+    cache.append(*new[1:])
+    return cache.dense_past(*empty)
 
 
 def test_pages_that_a_failing_call_took_are_given_back(tmp_path) -> None:

@@ -351,8 +351,12 @@ class LevelCache(OneLayerCache):
         """After ``try_step`` was broken off: takes its token back, if it came to that, so that there are
         ``length`` tokens again.
         """
-        if self._kept is not None and self._kept.length != length:
-            self._kept.undo()
+        if self._kept is None:  # this broke off before: what is counted says so
+            return
+        if self._kept.length != length:
+            with self._changing() as contents:
+                assert contents is not None
+                contents.undo()
         self._before = None
         self._end()
 
@@ -473,12 +477,13 @@ class LevelCache(OneLayerCache):
         self._take_back()
 
     def _take_back(self) -> None:
-        """Back to the mark."""
+        """Back to the mark; if that breaks off, the cache is not used again, as in ``_changing``."""
         assert self._before is not None
         contents, layout = self._before
+        self._kept, self._before = None, None
         if contents is not None:
             contents.undo()
-        self._kept, self.layout, self._before = contents, layout, None
+        self._kept, self.layout = contents, layout
         self._end()
 
     def _checked(

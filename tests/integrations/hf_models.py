@@ -122,6 +122,11 @@ def exact(model):
     return model
 
 
+def llama4(**options):
+    sizes = {"head_dim": HEAD_DIM, "intermediate_size_mlp": 48, "num_local_experts": 2, "attention_chunk_size": 24}
+    return transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**_SIZES | sizes | options))
+
+
 FAMILIES = {"llama": llama, "qwen2": qwen2, "qwen3": qwen3, "gpt2": gpt2}
 
 

@@ -4,6 +4,7 @@ import copy
 import json
 from dataclasses import replace
 
+import hf_models as models
 import pytest
 import torch
 
@@ -253,3 +254,24 @@ def test_what_cannot_be_chosen_is_refused(model, texts, found) -> None:
     assert calibrate(model.model, [texts]).effects is None  # without an output head
     with pytest.raises(ConfigError, match="retrieval must be"):
         calibrate(model, [texts], retrieval="yes")
+
+
+def test_layers_with_chunks_keep_what_they_see() -> None:
+    model = models.llama4(num_hidden_layers=4, max_position_embeddings=512).eval()  # the last sees all tokens
+    found = calibrate(model, [models.tokens(1, 256)], methods=("heads", "bits"))
+    for effects in (found.effects.text, found.effects.retrieval):
+        assert bool((effects[:, :-2] == 0).all()) and bool((effects[:, -2:] != 0).all())
+    allocation = allocate(found, compression=1.2)
+    assert [str(spec) for spec in allocation[:3]] == ["standard"] * 3
+    structurize(model, allocation)
+    with torch.no_grad():
+        assert model(models.tokens(1, 64), use_cache=True).logits.isfinite().all()
+
+
+def test_a_model_that_never_sees_far_tokens_has_no_heads_to_choose() -> None:
+    model, batches = models.llama4(max_position_embeddings=512).eval(), [models.tokens(1, 256)]
+    for methods in (("heads", "bits"), ("tokens", "bits")):
+        with pytest.raises(ConfigError, match="every attention layer of Llama4ForCausalLM .*levels"):
+            calibrate(model, batches, methods=methods)
+    found = calibrate(model, batches)
+    assert (found.tokens, found.bits) == (None, None)

@@ -236,3 +236,37 @@ def test_values_of_other_dimensions_than_keys_have_levels_too() -> None:
         else:
             with pytest.raises(ConfigError, match=message):
                 model(tokens)
+
+
+GROUPS_OF_10 = sa.Storage(4, 4, group_size=10, residual=2)
+
+
+@pytest.mark.parametrize(
+    ("make", "spec", "storage", "message"),
+    [
+        (models.llama, "standard", sa.Storage(key_bits=(8, 4)), "layer 0 .*key_bits needs .* expected 1, got 2"),
+        (models.llama, "standard", [None, sa.Storage(value_bits=(8, 4))], "layer 1 .*value_bits needs"),
+        (models.llama, "mlr:4|4", sa.Storage(4, 4, group_size=6, residual=6), "layer 0 .*divisor of 32.* got 6"),
+        (models.llama, "heads:standard/mlr:4|4", sa.Storage((8, 4), 4, group_size=4, residual=4), "expected 1, got 2"),
+        (models.llama4, "window:9,sink_tokens=2", None, "chunks of 24 tokens.*without sink_tokens"),
+        (models.llama4, "mlr:4|4,sink_tokens=2", None, "chunks of 24 tokens.*without sink_tokens"),
+        (models.llama4, "heads:standard/window:9,sink_tokens=2", None, "chunks of 24 tokens.*without sink_tokens"),
+        (models.llama4, "standard", GROUPS_OF_10, "layer 0 .*divisor of 24.* got 10"),
+    ],
+)
+def test_structurize_refuses_caches_that_no_call_could_make(make, spec, storage, message) -> None:
+    model = make()
+    kinds, config = [type(module) for module in model.modules()], model.config.to_dict()
+    with pytest.raises(ConfigError, match=message):
+        structurize(model, spec, storage=storage)
+    assert [type(module) for module in model.modules()] == kinds
+    assert model.config.to_dict() == config
+
+
+def test_layers_without_chunks_may_have_any_groups() -> None:
+    model = models.llama4(num_hidden_layers=4, attention_chunk_size=8192)  # the last sees all tokens
+    with pytest.raises(ConfigError, match="layer 2 .*divisor of 8192"):
+        structurize(model, "standard", storage=[None, None, GROUPS_OF_10, None])
+    structurize(model, "standard", storage=[None, None, None, GROUPS_OF_10])
+    with torch.no_grad():
+        assert model(ids(), use_cache=True).logits.isfinite().all()

@@ -15,7 +15,7 @@ from structattn.errors import ConfigError
 from structattn.integrations.transformers.masks.structured_mask import Sequences
 from structattn.layers.scoring import Standard
 from structattn.layout.global_window import GlobalWindowLayout
-from structattn.layout.heads import AnyLayout, with_whole_values
+from structattn.layout.heads import AnyLayout, HeadLayouts, with_whole_values
 from structattn.layout.text import TextLayout
 from structattn.ops import Backend, structured_attention
 from structattn.ops.chunks import chunked_attention
@@ -54,6 +54,11 @@ def trained_spec(spec: str | AttentionSpec) -> AttentionSpec:
     return value
 
 
+def _has_sink_tokens(layout: AnyLayout | None) -> bool:
+    layouts = layout.layouts if isinstance(layout, HeadLayouts) else (layout,)
+    return any(getattr(one, "sink_tokens", 0) for one in layouts)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Variant:
     """A layout and a window, resolved for a model.
@@ -82,8 +87,13 @@ class Variant:
         """This variant in a layer that has a sliding window or chunks.
 
         Raises:
-            ConfigError: both have a window.
+            ConfigError: both have a window; or the layer has chunks, and the variant sink tokens.
         """
+        if chunk_size is not None and _has_sink_tokens(self.layout):
+            raise ConfigError(
+                f"the model's layer has chunks of {chunk_size} tokens, which see no other chunk and so no sink tokens: "
+                "choose a spec without sink_tokens, or leave the layer out"
+            )
         if window is None:
             return self if chunk_size is None else replace(self, chunk_size=chunk_size)
         if self.window is not None or isinstance(self.layout, GlobalWindowLayout):

@@ -374,7 +374,7 @@ def calibrate(
             ones in every run. ``None``: all.
         retrieval: whether single heads are measured: tokens on rows of at least 128 tokens, up to 20,480 in
             all, and bits with them; without tokens, on the first two of at least 64 tokens, as windows are.
-            A model without an output head is not.
+            A model without an output head is not, nor one whose layers all have a window or chunks.
         methods: of ``allocate``, that are prepared for. Without ``"levels"``, moments of dimensions are those
             of the first batch, and what each layer matters is not measured.
         resume: a file, written after each pass of the model. A call with the same model, texts and options
@@ -417,6 +417,12 @@ def calibrate(
     if torch.is_inference_mode_enabled() and wanted != {"levels"}:
         raise ConfigError("calibrate needs gradients: call it outside of torch.inference_mode()")
     attention = find_attention(model)
+    sees_all = any(layer.sees_all for layer in attention)
+    if not sees_all and "levels" not in wanted:
+        raise ConfigError(
+            f"every attention layer of {type(model).__name__} has a sliding window or chunks, where far tokens are not "
+            "seen and recent ones stay exact: calibrate with methods=('levels',)"
+        )
     projections = find_projections(model, [layer.module for layer in attention])
     sources = {layer.keys_of for layer in attention}
     layers = {
@@ -446,7 +452,7 @@ def calibrate(
             layers[module].sensitivity = change
     texts = [text for batch in read for text in batch.texts() if text.shape[1] >= _SHORTEST_TEXT]
     own = [layer for layer in attention if layer.keys_of is None]
-    has_heads = retrieval and bool(texts) and model.get_output_embeddings() is not None
+    has_heads = retrieval and bool(texts) and sees_all and model.get_output_embeddings() is not None
     tokens, bits = _losses(model, own, texts, wanted, results) if has_heads else (None, None)
     return Calibration(
         layers=tuple(layer.finished(longest) for layer in layers.values()),

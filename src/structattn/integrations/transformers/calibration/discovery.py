@@ -55,6 +55,7 @@ class FoundAttention:
         head_dim, value_dim: dimensions of each key and value head.
         window: its sliding window.
         keys_of: number of the layer whose keys it scores; ``None`` if it has keys of its own.
+        chunk_size: its tokens only see those of their own chunk of this many; ``None``: all earlier ones.
     """
 
     module: nn.Module
@@ -66,6 +67,12 @@ class FoundAttention:
     value_dim: int
     window: int | None
     keys_of: int | None = None
+    chunk_size: int | None = None
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether its tokens see all earlier ones, of which a cache may drop or round some."""
+        return self.window is None and self.chunk_size is None
 
 
 class _Seen(DynamicLayer):  # type: ignore[misc]
@@ -91,6 +98,7 @@ class _Call:
 
     Attributes:
         index: number of the layer; ``None`` where the module has none.
+        chunk_size: of its mask.
     """
 
     module: nn.Module
@@ -98,6 +106,7 @@ class _Call:
     query: Tensor
     key: Tensor
     value: Tensor
+    chunk_size: int | None
     arguments: dict[str, Any]
 
 
@@ -126,7 +135,8 @@ def _record(
             "structurize to make smaller: use register_attention(), which works for encoders"
         )
     index = getattr(module, "layer_idx", None)  # some modules have it for the time of the observation only
-    _calls.append(_Call(module, index, query, key, value, arguments))
+    chunk_size = attention_mask.chunk_size if isinstance(attention_mask, StructuredMask) else None
+    _calls.append(_Call(module, index, query, key, value, chunk_size, arguments))
     out = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
     return out.transpose(1, 2).contiguous(), None
 
@@ -336,6 +346,7 @@ def _layer(calls: tuple[_Call, ...], keys_of: int | None) -> FoundAttention:
         value_dim=first.value.shape[-1],
         window=first.arguments.get("sliding_window"),
         keys_of=keys_of,
+        chunk_size=first.chunk_size,
     )
 
 

@@ -56,7 +56,7 @@ class _Gates:
     """How each key head attends: gates times the model's output, plus the rest times another.
 
     Attributes:
-        rows: the place of each module's heads in ``values``.
+        rows: the place of each module's heads in ``values``; others attend as they do in the model.
         values: (heads of all layers,).
         less: the other output, (B, T, H, V).
     """
@@ -109,7 +109,8 @@ class _Measurement:
         self.rows: dict[nn.Module, slice] = {}
         end = 0
         for layer in layers:
-            self.rows[layer.module] = slice(end, end + layer.num_kv_heads)
+            if layer.chunk_size is None:
+                self.rows[layer.module] = slice(end, end + layer.num_kv_heads)
             end += layer.num_kv_heads
         self.count = end
 
@@ -170,7 +171,7 @@ def head_effects(
 
     Args:
         model: a plain causal language model; its parameters take no gradients in the meantime.
-        layers: those of keys of their own.
+        layers: those of keys of their own; the effects of those with chunks, which see no first tokens, are 0.
         texts: ids (1, T) each, as many as there are prompts of each kind.
         windows: ascending, shorter than the texts.
         results: what is kept of passes.
@@ -196,6 +197,7 @@ def head_effects(
                 found[kind] = torch.stack(rows) if whole is None else torch.where(whole, found[kind], torch.stack(rows))
             if whole is None:
                 scores = (1 - COPIES) * found["text"].sum(0) + COPIES * found["retrieval"].sum(0)
+                moved = torch.cat([torch.arange(of_text.count)[rows] for rows in of_text.rows.values()])
                 whole = torch.zeros(of_text.count, dtype=torch.bool)
-                whole[scores.topk(of_text.count // 3).indices] = True
+                whole[moved[scores[moved].topk(len(moved) // 3).indices]] = True
     return HeadEffects(windows=tuple(windows), text=found["text"], retrieval=found["retrieval"])

@@ -7,18 +7,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from structattn.cache.contents import TokenShape
+from structattn.cache.head_contents import contents_of
 from structattn.cache.storage import (
+    PAGE_SIZE,
     ModelStorage,
     chooses_tokens,
     storage_data,
     storage_of_heads,
     storage_of_layers,
 )
+from structattn.cache.tokens import check_options
 from structattn.checks import check_path, check_type
-from structattn.errors import ConfigError
+from structattn.errors import ConfigError, StructAttnError
 from structattn.integrations.hub import source_config
 from structattn.integrations.transformers.architecture.loading import check_plain
 from structattn.integrations.transformers.calibration.absorb import Absorption
@@ -105,8 +110,9 @@ def structurize(
         ConfigError: the model is not of a supported class, or is structurized already; the spec asks for
             other weights; ranks are odd (with rotary positions) or do not sum to the head dimension; both a
             layer and the spec have a window; the rotary frequencies depend on the length; the calibration is
-            missing, or of a model with other heads; or a basis would change where values (or queries and
-            keys) are not those of a linear layer, as with norms, adapters and quantized weights.
+            missing, or of a model with other heads; the storage or the sink tokens do not fit a layer; or a
+            basis would change where values (or queries and keys) are not those of a linear layer, as with
+            norms, adapters and quantized weights. The model is as it was then.
 
     Cost: of a forward pass, one more copy of queries and keys in each layer with levels.
 
@@ -145,6 +151,7 @@ def structurize(
     if calibration is not None:
         add_calibration(config, split, calibration, layouts)
     record = _checked_record(config, attention)
+    _check_caches(record, attention)
 
     bases = None
     if calibration is not None:
@@ -253,8 +260,26 @@ def _checked_record(config: PreTrainedConfig, attention: Mapping[int, FoundAtten
             if isinstance(structure.variant.layout, HeadLayouts):
                 structure.variant.layout.check_heads(layer.num_kv_heads)
             check_fits(structure.variant.layout, layer.head_dim, layer.value_dim)
-            structure.variant.within(layer.window)
+            structure.variant.within(layer.window, layer.chunk_size)
     return record
+
+
+def _check_caches(record: StructureRecord, attention: Mapping[int, FoundAttention]) -> None:
+    """Raises ``ConfigError`` unless the cache of each layer can be made; those of layers without a spec may
+    have a storage too.
+    """
+    storages = storage_of_layers(record.storage, len(record.specs))
+    for number, layer in attention.items():
+        variant = record.structure(layer.module, number).variant.within(layer.window, layer.chunk_size)
+        sizes = {"window": variant.window, "chunk_size": variant.chunk_size, "max_length": None, "page_size": PAGE_SIZE}
+        options: dict[str, Any] = {"layout": variant.layout, "latent": None, "storage": storages[number], **sizes}
+        keys, values = (layer.num_kv_heads, layer.head_dim), (layer.num_kv_heads, layer.value_dim)
+        shape = TokenShape(1, keys, values, torch.float32, torch.device("meta"))  # without tokens it takes no memory
+        try:
+            check_options(**options)
+            contents_of(shape, padding=None, **options)
+        except StructAttnError as error:
+            raise ConfigError(f"the cache of layer {number} cannot be made: {error}") from error
 
 
 def _install(

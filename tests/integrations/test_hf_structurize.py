@@ -3,6 +3,7 @@ works.
 """
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from hf_models import (
 )
 
 from structattn.errors import CacheError, ConfigError
-from structattn.integrations.transformers import level_cache, structurize
+from structattn.integrations.transformers import calibrate, level_cache, structurize
 from structattn.integrations.transformers.structurize.modules import StructuredAttention
 from structattn.layers.rotary import Rotary
 from structattn.layers.rotary_order import Rotation, dimension_order, level_pairs
@@ -467,3 +468,20 @@ def test_compiled() -> None:
     assert_close(compiled(IDS, attention_mask=MASK, use_cache=False).logits[REAL], logits(model)[REAL])
     with pytest.raises(RuntimeError, match="does not take in training"):
         compiled(IDS, attention_mask=holes, use_cache=False)
+
+
+@pytest.mark.parametrize("change", [structurize, calibrate])
+def test_a_thread_may_change_another_model(change) -> None:
+    """It comes while a call on the first model is running."""
+    first, second = llama().eval(), qwen3().eval()
+    argument, found = {structurize: "mlr:4|4", calibrate: [tokens(1, 64)]}[change], []
+
+    def interleave(*_) -> None:
+        hook.remove()
+        thread = threading.Thread(target=lambda: found.append(change(second, argument)))
+        thread.start()
+        thread.join()
+
+    hook = first.model.layers[1].register_forward_pre_hook(interleave)
+    found.append(change(first, argument))
+    assert len(found) == 2

@@ -64,7 +64,8 @@ def adapted_class(kind: type[nn.Module]) -> type[nn.Module]:
         return kind
     if kind not in _ADAPTED:
         names = {"__module__": __name__}
-        made = _ADAPTED[kind] = type(f"Adapted{kind.__name__}", (adapter, kind), names)
+        made = type(f"Adapted{kind.__name__}", (adapter, kind), names)
+        made = _ADAPTED.setdefault(kind, made)  # another thread's first
         globals()[made.__name__] = made  # so that a model can be pickled and copied
     return _ADAPTED[kind]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -199,7 +200,7 @@ class _Collector:
                 prefix = f"{number}."
                 layer.restore({name[len(prefix) :]: x for name, x in kept.items() if name.startswith(prefix)})
         self.rows = sum(len(batch.spans) for batch in batches[:done])
-        _active.append(self)
+        token = _active.set(self)
         try:
             for number, batch in enumerate(counted(batches[done:], "calibrating"), start=done + 1):
                 self.spans = batch.spans
@@ -210,7 +211,7 @@ class _Collector:
                 states = {f"{n}.{name}": x for n, layer in layers for name, x in layer.state().items()}
                 self.results.keep(_RESULTS, states, passes=number)
         finally:
-            _active.remove(self)
+            _active.reset(token)
 
     def add(self, module: nn.Module, states: tuple[Tensor, ...], mask: object, terms: ScoreTerms) -> None:
         """Adds one layer of one batch: queries (B, H, T, D), keys and values (B, G, T, D or V)."""
@@ -263,7 +264,7 @@ def _accurate(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-_active: list[_Collector] = []
+_active: ContextVar[_Collector] = ContextVar("_active")
 
 
 def _attention(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
@@ -271,7 +272,7 @@ def _attention(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     assert isinstance(call.key, Tensor)
     assert isinstance(call.value, Tensor)
     states = call.query, call.key, call.value
-    _active[-1].add(call.module, states, call.attention_mask, call.terms(call.arguments.get(POSITION_BIAS)))
+    _active.get().add(call.module, states, call.attention_mask, call.terms(call.arguments.get(POSITION_BIAS)))
     return attend(call)
 
 

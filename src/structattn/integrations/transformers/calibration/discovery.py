@@ -9,8 +9,9 @@ queries that are a fixed linear map of the first ones, made of 2 x 2 rotations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,7 +111,7 @@ class _Call:
     arguments: dict[str, Any]
 
 
-_calls: list[_Call] = []
+_calls: ContextVar[list[_Call]] = ContextVar("_calls")  # of this thread: others look at other models
 
 
 def _record(
@@ -136,7 +137,7 @@ def _record(
         )
     index = getattr(module, "layer_idx", None)  # some modules have it for the time of the observation only
     chunk_size = attention_mask.chunk_size if isinstance(attention_mask, StructuredMask) else None
-    _calls.append(_Call(module, index, query, key, value, chunk_size, arguments))
+    _calls.get().append(_Call(module, index, query, key, value, chunk_size, arguments))
     out = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
     return out.transpose(1, 2).contiguous(), None
 
@@ -247,13 +248,15 @@ def _found(model: PreTrainedModel) -> tuple[FoundAttention, ...]:
         cache.layers = [_seen(layer) for layer in cache.layers]
         if cache.layer_class_to_replicate is DynamicLayer:
             cache.layer_class_to_replicate = _Seen
+        calls: list[_Call] = []
+        token = _calls.set(calls)
         try:
             with observed(model, _NAME):
                 model(**inputs, position_ids=positions + position, use_cache=True, **{CACHE: cache})
-                _check_calls(model, cache)
-                passes.append(list(_calls))
         finally:
-            _calls.clear()
+            _calls.reset(token)
+        _check_calls(model, calls, cache)
+        passes.append(calls)
     first = passes[0]
     return tuple(
         _layer(calls, _source(calls[0], first[:number])) for number, calls in enumerate(zip(*passes, strict=True))
@@ -280,13 +283,13 @@ def random_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
     return {"input_ids": ids.to(device)}
 
 
-def _check_calls(model: PreTrainedModel, cache: Cache) -> None:
+def _check_calls(model: PreTrainedModel, calls: Sequence[_Call], cache: Cache) -> None:
     """Raises ``ConfigError`` unless each attention layer was called once, is causal, and scores the keys that
     it caches.
     """
-    if not _calls:
+    if not calls:
         raise ConfigError("it has no attention that runs through transformers' AttentionInterface")
-    called = [call.module for call in _calls]
+    called = [call.module for call in calls]
     kinds = {type(module) for module in called}
     for module in model.modules():
         is_attention = type(module) in kinds or "CrossAttention" in type(module).__name__
@@ -296,7 +299,7 @@ def _check_calls(model: PreTrainedModel, cache: Cache) -> None:
                 "add_cross_attention=False if its config knows that"
             )
     layers: dict[int, _Call] = {}
-    for call in _calls:
+    for call in calls:
         kind, index = type(call.module).__name__, call.index
         if not getattr(call.module, "is_causal", True):
             raise ConfigError(f"its {kind} is not causal")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -66,12 +67,12 @@ class _Gates:
     less: Callable[[AttentionCall], Tensor]
 
 
-_active: list[_Gates] = []
+_active: ContextVar[_Gates] = ContextVar("_active")
 
 
 def _attention(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     """The attention of the model between its own output and that of heads that see less."""
-    gates = _active[-1]
+    gates = _active.get()
     whole, _ = attend(call)
     if call.module not in gates.rows:
         return whole, None
@@ -153,11 +154,11 @@ class _Measurement:
 
     def _predict(self, prompt: ScoredText, gates: Tensor | None, less: Callable[[AttentionCall], Tensor]) -> Tensor:
         """What the model predicts; without gates as it is, whatever ``less`` is."""
-        _active.append(_Gates({}, torch.zeros(0), less) if gates is None else _Gates(self.rows, gates, less))
+        token = _active.set(_Gates({}, torch.zeros(0), less) if gates is None else _Gates(self.rows, gates, less))
         try:
             return log_probabilities(self.model, prompt)
         finally:
-            _active.pop()
+            _active.reset(token)
 
 
 def head_effects(

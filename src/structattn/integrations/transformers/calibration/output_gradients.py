@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,12 +60,12 @@ class _MeasuredPass:
     states: Tensor
 
 
-_active: list[_MeasuredPass] = []
+_active: ContextVar[_MeasuredPass] = ContextVar("_active")
 
 
 def _attention(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     """The attention of the model, which is kept."""
-    this = _active[-1]
+    this = _active.get()
     whole, weights = attend(call)
     if call.module not in this.modules:
         return whole, weights
@@ -137,7 +138,7 @@ def _outputs(
 ) -> list[tuple[AttentionOutput, Tensor]]:
     """The attention of each module, and the gradient by its output."""
     this = _MeasuredPass(frozenset(modules), [], torch.zeros(0, 0))
-    _active.append(this)
+    token = _active.set(this)
     try:
         with parameters_without_gradients(model), observed(model, _NAME), torch.enable_grad():
             with told_states(modules, lambda states: setattr(this, "states", states)):
@@ -147,5 +148,5 @@ def _outputs(
             drawn = torch.multinomial(found.detach().exp().cpu(), 1, generator=generator).to(found.device)
             slopes = torch.autograd.grad(found.gather(1, drawn).sum(), [one.change for one in this.outputs])
     finally:
-        _active.pop()
+        _active.reset(token)
     return [(output, slope[0]) for output, slope in zip(this.outputs, slopes, strict=True)]

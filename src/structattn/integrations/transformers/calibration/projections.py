@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -109,11 +110,11 @@ class _Probe:
         return made
 
 
-_probes: dict[nn.Module, _Probe] = {}
+_probes: ContextVar[Mapping[nn.Module, _Probe]] = ContextVar("_probes")
 
 
 def _record(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-    probe = _probes[module]
+    probe = _probes.get()[module]
     probe.states = (query, key, value)
     probe.output = _random(query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), -2)
     return probe.output, None
@@ -179,15 +180,15 @@ def _probed(
 ) -> dict[nn.Module, _Probe]:
     """What one forward pass shows of each module."""
     probes = {module: _Probe(other) for module in modules}
+    token = _probes.set(probes)
     try:
         with observed(model, _NAME), ExitStack() as hooks:
             for module, probe in probes.items():
                 for layer in filter(_is_linear, module.modules()):
                     hooks.enter_context(layer.register_forward_hook(probe.replaced))
-            _probes.update(probes)
             model.base_model(**random_inputs(model), use_cache=False)
     finally:
-        _probes.clear()
+        _probes.reset(token)
     return probes
 
 

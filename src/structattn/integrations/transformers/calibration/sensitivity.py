@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -41,12 +42,12 @@ class _Change:
     real: Tensor
 
 
-_active: list[_Change] = []
+_active: ContextVar[_Change] = ContextVar("_active")
 
 
 def _attention(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     """The attention of the model; in one layer, part of what far keys contribute is taken away."""
-    change = _active[-1]
+    change = _active.get()
     if call.module is not change.module:
         return attend(call)
     query, key, value = call.query, call.key, call.value
@@ -122,11 +123,11 @@ def sensitivities(
     reference: Tensor | None = None
     for module in counted([None, *list(roots)[len(changes) :]], "measuring the sensitivity of layers"):
         root = torch.empty(0) if module is None else roots[module]
-        _active.append(_Change(module, root, block_size, real))
+        token = _active.set(_Change(module, root, block_size, real))
         try:
             predictions = _predictions(model, inputs, real)
         finally:
-            _active.pop()
+            _active.reset(token)
         if reference is None:
             reference = predictions
         elif module is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -152,12 +153,12 @@ class _Pass:
     states: Tensor = field(default_factory=lambda: torch.zeros(0, 0))
 
 
-_active: list[_Pass] = []
+_active: ContextVar[_Pass] = ContextVar("_active")
 
 
 def _attention(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     """The attention of the model, of which the weights are read; or that over chosen tokens."""
-    this = _active[-1]
+    this = _active.get()
     fit = this.fits.get(call.module)
     if fit is None:
         return attend(call)
@@ -230,12 +231,12 @@ def _seen(scores: Tensor, choices: Sequence[tuple[int, int]]) -> Tensor:
 def _running(model: PreTrainedModel, this: _Pass) -> Iterator[None]:
     """A context in which forward passes of a model do what ``this`` says."""
 
-    _active.append(this)
+    token = _active.set(this)
     try:
         with observed(model, _NAME), told_states([*this.fits], lambda states: setattr(this, "states", states)):
             yield
     finally:
-        _active.pop()
+        _active.reset(token)
 
 
 def head_losses(

@@ -4,6 +4,7 @@ structure.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -345,6 +346,7 @@ def check_frequencies(model: torch.nn.Module) -> None:
 
 
 _PREFIX = "structattn_"  # of model types
+_making = threading.RLock()  # a class is made once, also where several threads want it
 _CLASS_PREFIX = "StructAttn"
 _CONFIGS: dict[type[PreTrainedConfig], type[PreTrainedConfig]] = {}
 _MODELS: dict[tuple[type[PreTrainedModel], type[PreTrainedConfig]], type[PreTrainedModel]] = {}
@@ -352,6 +354,11 @@ _MODELS: dict[tuple[type[PreTrainedModel], type[PreTrainedConfig]], type[PreTrai
 
 def structurized_config(kind: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
     """Our config class for one of transformers, made once and registered with the Auto classes."""
+    with _making:
+        return _structurized_config(kind)
+
+
+def _structurized_config(kind: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
     if kind not in _CONFIGS:
         names = {"model_type": f"{_PREFIX}{kind.model_type}", "__module__": __name__}
         made = _CONFIGS[kind] = type(f"{_CLASS_PREFIX}{kind.__name__}", (StructurizedConfig, kind), names)
@@ -372,6 +379,11 @@ def structurized_class(kind: type[PreTrainedModel], config: type[PreTrainedConfi
         kind: the model class.
         config: the config class, of transformers or ours.
     """
+    with _making:
+        return _structurized_class(kind, config)
+
+
+def _structurized_class(kind: type[PreTrainedModel], config: type[PreTrainedConfig]) -> type[PreTrainedModel]:
     plain = config.__bases__[1] if issubclass(config, StructurizedConfig) else config
     config_class = structurized_config(plain)
     if (kind, plain) not in _MODELS:

@@ -285,8 +285,8 @@ def structured_name(name: str) -> str:
 def structured_class(kind: type[nn.Module]) -> type[StructuredAttention]:
     """The class that an attention class of transformers gets in structurized models, made once."""
     if kind not in _CLASSES:
-        names = {"__module__": __name__}
-        made = _CLASSES[kind] = type(structured_name(kind.__name__), (StructuredAttention, adapted_class(kind)), names)
+        names, bases = {"__module__": __name__}, (StructuredAttention, adapted_class(kind))
+        made = _CLASSES.setdefault(kind, type(structured_name(kind.__name__), bases, names))  # another thread's first
         globals()[made.__name__] = made  # so that a model can be pickled and copied
     return _CLASSES[kind]
 

@@ -4,6 +4,7 @@ go on alone.
 
 import copy
 import io
+import itertools
 import pickle
 from multiprocessing.reduction import ForkingPickler
 
@@ -12,6 +13,8 @@ import torch
 from test_undo import croppable, interrupted
 
 import structattn as sa
+from structattn.errors import ShapeError
+from structattn.testing.tolerances import assert_close
 
 SIZES = {"group_size": 4, "residual": 4, "keep": 8, "block": 16, "recent": 12}
 STORAGES = {
@@ -178,3 +181,42 @@ def test_the_same_with_the_cpp_code(name, built, tmp_path) -> None:
             assert 28 <= done < 34
             found = tokens.all_of(cache, done, 34)
             assert all(torch.equal(x, y) for x, y in zip(found, expected[done - 28 :], strict=True))
+
+
+@pytest.mark.parametrize("name", STORAGES)
+def test_arguments_of_other_types_are_named(name) -> None:
+    """Also where the last step was a like one, which checks less."""
+    tokens = Tokens(STORAGES[name])
+    cache = tokens.filled(STORAGES[name], 30)
+    new = [x[:, :, 30:31] for x in tokens.qkv]
+    scores = None if tokens.scores is None else tokens.scores[:, :, 30:31]
+    for place, wrong in itertools.product(range(3), (None, 1, new[0].tolist(), new[0].numpy())):
+        arguments = [wrong if at == place else x for at, x in enumerate(new)]
+        with torch.no_grad(), pytest.raises(ShapeError, match=r"[qkv] must be a torch.Tensor"):
+            cache.attend(*arguments, token_scores=scores)
+    assert cache.length == 30
+
+
+def test_scores_are_numbers_with_an_order() -> None:
+    tokens = Tokens(STORAGES["16 bits"])
+    cache = tokens.filled(STORAGES["16 bits"], 30)
+    new = [x[:, :, 30:31] for x in tokens.qkv]
+    for wrong in (tokens.scores[:, :, 30:31].to(torch.complex64), tokens.scores[:, :, 30:31].to("meta")):
+        with pytest.raises(ShapeError, match="token_scores must be real numbers"):
+            cache.attend(*new, token_scores=wrong)
+    assert cache.length == 30
+
+
+def test_memory_is_taken_for_the_tokens_that_there_are() -> None:
+    """Blocks and groups that are larger than any memory."""
+    expected = sa.LevelCache()
+    for storage in (sa.Storage(16, 16, keep=0, block=2**40),):
+        cache, tokens = sa.LevelCache(storage=storage), Tokens(storage)
+        if storage.keep is not None:
+            tokens.scores = torch.randn(1, 2, 80)
+        outs = [tokens.attend(cache, 0, 40), *tokens.all_of(cache, 40, 60)]
+        assert cache.nbytes < 2**20
+        expected.reset()
+        tokens.scores = None
+        exact = [tokens.attend(expected, 0, 40), *tokens.all_of(expected, 40, 60)]
+        assert_close(torch.cat(outs, 2), torch.cat(exact, 2))

@@ -6,7 +6,7 @@ import copy
 import io
 import pickle
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
@@ -262,7 +262,8 @@ def test_undo_that_breaks_off_is_seen(case: str) -> None:
         try:
             past = cache.dense_past(*empty)
         except CacheError as error:
-            assert "broke off" in str(error)
+            if "broke off" not in str(error):
+                raise
             cache.reset()
             assert cache.length == 0
             cache.append(*last[1:])
@@ -275,11 +276,8 @@ def test_undo_that_breaks_off_is_seen(case: str) -> None:
     for at in range(1, 400):
         cache = copy.deepcopy(base)
         cache.append(*last[1:])
-        with interrupted(at) as seen:
-            try:
-                cache.undo()
-            except KeyboardInterrupt:
-                pass
+        with interrupted(at) as seen, suppress(KeyboardInterrupt):
+            cache.undo()
         states.append(check(cache, base_and(base, last, empty)))
         if seen[0] < at:
             break

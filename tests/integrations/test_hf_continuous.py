@@ -14,6 +14,7 @@ import transformers
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from structattn import Storage
+from structattn.cache.storage import storage_data
 from structattn.errors import ConfigError, MissingDependencyError
 from structattn.integrations.transformers import StructAttnConfig, StructAttnForCausalLM, structurize
 
@@ -309,7 +310,10 @@ def test_what_cannot_be_is_refused() -> None:
         made(scheduler_type="other")._create_batch_processor()
     with pytest.raises(ConfigError, match="a paged cache needs input_ids and position_ids"):
         MODELS["own"]().model._packed(None, None, None)
-    stored = structurize(llama(), "mlr:4|4@66|22", storage=Storage(group_size=4, residual=0))
+    with pytest.raises(ConfigError, match=r"cb_config.page_size.*give another value"):
+        made(page_size=1)
+    stored = structurize(llama(), "mlr:4|4@66|22")
+    stored.config.structattn["storage"] = storage_data(Storage(group_size=4, residual=0))  # structurize refuses it
     with pytest.raises(ConfigError, match="group_size must divide the blocks of each level"):
         stored.init_continuous_batching(greedy(1), ContinuousBatchingConfig(num_blocks=30))._create_batch_processor()
 

@@ -13,6 +13,7 @@ from hf_models import (
     FAMILIES,
     HEAD_DIM,
     LAYERS,
+    VOCAB,
     by_definition,
     drafting,
     generate,
@@ -485,3 +486,17 @@ def test_a_thread_may_change_another_model(change) -> None:
     hook = first.model.layers[1].register_forward_pre_hook(interleave)
     found.append(change(first, argument))
     assert len(found) == 2
+
+
+def test_only_halved_blocks_need_a_context_length() -> None:
+    """The configs of these models have none."""
+
+    def bloom():
+        config = transformers.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4)
+        return transformers.BloomForCausalLM(config).eval()
+
+    for spec in ("standard", "window:8", "sliding:4|4@-|8", "heads:standard*2/window:8,sink_tokens=2*2"):
+        assert structurize(bloom(), spec).generate(tokens(1, 9), max_new_tokens=3, do_sample=False).shape == (1, 12)
+    for spec in ("mlr:4|4", "[standard,mlr:4|4]"):
+        with pytest.raises(ConfigError, match="give structurize a context_length"):
+            structurize(bloom(), spec)

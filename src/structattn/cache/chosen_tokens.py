@@ -23,6 +23,7 @@ from structattn.ops import Backend
 from structattn.ops.checks import autocasted
 from structattn.ops.terms import ScoreTerms
 
+_FEWEST_SCORES = 4096  # for which memory is taken at once
 _SCORES = "scores"
 
 
@@ -213,7 +214,9 @@ class ChosenTokens:
         """Writes the scores of open tokens from number ``first`` on."""
         end = first + scores.shape[2]
         if self._scores.dim() < 3 or self._scores.shape[2] < end:
-            shape, size = self.shape, max(end, self.storage.recent + self.storage.block)
+            # Twice as many as there are, so that few copies are made; no more than ever wait for a decision.
+            shape, most = self.shape, self.storage.recent + self.storage.block
+            size = max(end, min(most, max(_FEWEST_SCORES, 2 * end)))
             with torch.inference_mode(False):
                 grown = torch.zeros((shape.batch, shape.keys[0], size), device=shape.device)
             if first:

@@ -180,7 +180,7 @@ class HeadContents:
 
     def try_step(self, q: Any, k: Any, v: Any, scale: object, order: Tensor | None) -> Tensor | None:
         """As ``Contents.try_step``: all groups take the token, or none."""
-        if q.dim() != 4 or k.dim() != 4 or v.dim() != 4 or q.shape[1] % self.heads:
+        if not all(isinstance(x, Tensor) and x.dim() == 4 for x in (q, k, v)) or q.shape[1] % self.heads:
             return None
         if not k.shape[1] == v.shape[1] == self.heads:
             return None

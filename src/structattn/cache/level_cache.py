@@ -278,8 +278,8 @@ class LevelCache(OneLayerCache):
                 call needs the columns of what an earlier one hid. It moves no block. At positions that a
                 level has dropped it changes nothing, since no later query shares them at this level.
             token_scores: (B, Gk, T), how much later queries will need the new tokens, on any scale: of each
-                block, a storage with ``keep`` keeps those with the highest. Default ``None``: for a storage
-                that keeps all.
+                block, a storage with ``keep`` keeps those with the highest; NaN is above all numbers. Default
+                ``None``: for a storage that keeps all.
 
         Returns:
             (B, H, T, V). Under autocast q, k and v are cast first, as in ``structured_attention``, and so
@@ -662,6 +662,10 @@ class LevelCache(OneLayerCache):
 def _give_scores(contents: Contents | HeadContents, scores: Tensor) -> None:
     """Hands the scores of new tokens to contents that keep only some."""
     check_tensor("token_scores", scores)
+    if scores.is_complex() or scores.is_meta:
+        raise ShapeError(
+            f"token_scores must be real numbers, which are compared, got {scores.dtype} on {scores.device.type}"
+        )
     if not isinstance(contents, HeadContents) or not contents.chooses_tokens:
         raise ConfigError(
             "token_scores say which tokens stay, and this cache keeps all: leave them away, or give it a storage with "

@@ -296,6 +296,10 @@ class LevelBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
         try:
             super().__init__(model, generation_config, config, workload_hints)
         except ValueError as error:  # it knows no chunks and no states beside keys
+            if "cb_config." in str(error):
+                raise ConfigError(
+                    f"transformers refuses this ContinuousBatchingConfig ({error}): give another value"
+                ) from error
             raise ConfigError(
                 f"{type(model).__name__} cannot generate with continuous batching ({error}): use generate()"
             ) from error

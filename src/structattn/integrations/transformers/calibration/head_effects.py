@@ -172,7 +172,7 @@ def head_effects(
 
     Args:
         model: a plain causal language model; its parameters take no gradients in the meantime.
-        layers: those of keys of their own; the effects of those with chunks, which see no first tokens, are 0.
+        layers: those of keys of their own; effects of those with chunks, which see no first tokens, are 0.
         texts: ids (1, T) each, as many as there are prompts of each kind.
         windows: ascending, shorter than the texts.
         results: what is kept of passes.

@@ -49,7 +49,7 @@ from structattn.integrations.transformers.structurize.modules import IMPLEMENTAT
 from structattn.integrations.transformers.structurize.pair_orders import check_any_split
 from structattn.layers.checks import check_fits
 from structattn.layout.heads import HeadLayouts
-from structattn.spec.attention import AttentionSpec
+from structattn.spec.attention import AttentionSpec, parse_spec
 
 
 def structurize(
@@ -93,7 +93,8 @@ def structurize(
         rotary_split: ``"low_far"``: the global level gets the slowest frequencies; ``"interleaved"``: every
             level gets some of the whole range; ``"calibrated"``: see above. No effect without rotary
             positions.
-        context_length: from which blocks are halved. Default: ``config.max_position_embeddings``.
+        context_length: from which blocks are halved. Default: ``config.max_position_embeddings``; BLOOM and
+            MPT have none, and need it for specs with blocks that are halved only.
         calibration: of this model, from ``calibrate``. Default ``None``: no weight changes.
         storage: in which bits the caches of the model store numbers, ``level_cache`` and those that
             ``generate`` makes: ``structurize(model, "standard", storage=sa.Storage(4, 4))`` gives any
@@ -122,11 +123,11 @@ def structurize(
     _check(model, rotary_split, calibration)
     split = check_any_split(rotary_split)
     attention = _attention_layers(model, calibration)
-    length = _length_of_blocks(model, context_length)
     if isinstance(spec, Allocation):
         spec.check(list(attention.values()))
     chosen = chosen_layers(layers, list(attention))
     specs = specs_of_layers(spec, chosen, model.config.num_hidden_layers)
+    length = _length_of_blocks(model, specs, context_length)
     if isinstance(spec, Allocation) and spec.has_levels and split not in CALIBRATED_SPLITS:
         raise ConfigError(
             "allocate chose ranks of levels, for dimensions in the order of its calibration: give structurize "
@@ -195,10 +196,12 @@ def _attention_layers(model: PreTrainedModel, calibration: Calibration | None) -
     return attention
 
 
-def _length_of_blocks(model: PreTrainedModel, context_length: int | None) -> int:
-    """The length from which blocks are halved."""
+def _length_of_blocks(model: PreTrainedModel, specs: Sequence[str | None], context_length: int | None) -> int:
+    """The length from which blocks are halved; 1 where it is not known, and no spec needs it."""
     length = getattr(model.config, "max_position_embeddings", None) if context_length is None else context_length
     if length is None:
+        if not any(parse_spec(spec).halves_blocks for spec in specs if spec is not None):
+            return 1
         raise ConfigError(
             f"the config of {type(model).__name__} has no max_position_embeddings to halve blocks from: give "
             "structurize a context_length"

@@ -210,7 +210,7 @@ def test_scores_are_numbers_with_an_order() -> None:
 def test_memory_is_taken_for_the_tokens_that_there_are() -> None:
     """Blocks and groups that are larger than any memory."""
     expected = sa.LevelCache()
-    for storage in (sa.Storage(16, 16, keep=0, block=2**40),):
+    for storage in (sa.Storage(16, 16, keep=0, block=2**40), sa.Storage(4, 4, group_size=2**40)):
         cache, tokens = sa.LevelCache(storage=storage), Tokens(storage)
         if storage.keep is not None:
             tokens.scores = torch.randn(1, 2, 80)

@@ -548,3 +548,88 @@ def test_sums_over_long_rows_are_as_exact_as_those_of_pytorch(num_queries: int, 
     found = results(lambda q, k, v: sa.structured_attention(q, k, v, is_causal=False, backend="native"), torch.float32)
     for x, theirs, right in zip(found, results(plain, torch.float32), exact, strict=True):
         assert relative_error(x.double(), right) < 2 * relative_error(theirs.double(), right)
+
+
+def _with(arguments: dict, name: str, change) -> list:
+    return list((arguments | {name: change(arguments[name])}).values())
+
+
+WRONG_CALLS = {
+    "q": lambda x: x[:, :1],
+    "k": lambda x: x[:, :, :5],
+    "v": lambda x: x[..., :3],
+    "spans": lambda x: torch.tensor([[0, 0, 0, 20, 21, 0]]),
+    "ranks": lambda x: (9, 2, 1),
+    "value_ranks": lambda x: (7, 0, 0),
+    "per_level": lambda x: x[:1],
+    "intervals": lambda x: x[:, :, :9].contiguous(),
+    "slopes": lambda x: torch.zeros(1, 1),
+    "bias": lambda x: torch.zeros(1, 2, 20, 19),
+    "mask": lambda x: torch.ones(20, 20, dtype=torch.bool),
+}
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("name", WRONG_CALLS)
+def test_the_operators_refuse_tensors_that_do_not_fit(name) -> None:
+    """They may be called directly, as torch.ops.structattn_native."""
+    q, k, v = torch.randn(1, 4, 20, 6), torch.randn(1, 2, 20, 6), torch.randn(1, 2, 20, 6)
+    names = ("q", "k", "v", "spans", "ranks", "value_ranks", "per_level", "per_count", "intervals", "first", "softcap")
+    layout = LAYOUTS[0]
+    told = backend._of_equal_rows(1, 20, 20, layout, True, None, None, 6)
+    arguments = dict(zip((*names, "slopes", "bias", "mask"), (q, k, v, *told, 0.0, None, None, None), strict=True))
+    forward, backward = torch.ops.structattn_native.forward, torch.ops.structattn_native.backward
+    out, lse = forward(*arguments.values())
+    wrong = _with(arguments, name, (lambda x: x[:, :3]) if name == "q" else WRONG_CALLS[name])
+    with pytest.raises(RuntimeError, match="structattn_native"):
+        forward(*wrong)
+    with pytest.raises(RuntimeError, match="structattn_native"):
+        backward(out, *wrong[:3], out, lse, None, *wrong[3:])
+    with pytest.raises(RuntimeError, match="structattn_native"):
+        backward(out, q, k, v, out, lse[:, :1], None, *list(arguments.values())[3:])
+
+
+@pytest.mark.usefixtures("built")
+def test_the_operator_of_a_step_refuses_tensors_that_do_not_fit(monkeypatch) -> None:
+    calls = []
+    step = torch.ops.structattn_native.step
+    call = native_decode.Step._call
+
+    def noted(self, *arguments, **options):
+        calls.append((self, arguments))
+        return call(self, *arguments, **options)
+
+    monkeypatch.setattr(native_decode.Step, "_call", noted)
+    for storage in (None, sa.Storage(4, 8, group_size=4, residual=4)):
+        cache = sa.LevelCache(storage=storage)
+        q, k, v = (torch.randn(1, heads, 40, 6) for heads in (4, 2, 2))
+        with torch.no_grad():
+            cache.attend(q[:, :, :30], k[:, :, :30], v[:, :, :30])
+            for at in (30, 31):
+                cache.attend(*(x[:, :, at : at + 1] for x in (q, k, v)))
+        made, (query, key, value, factors, length, *_) = calls[-1]
+        names = ("q", "k", "v", "factors", "order", "pages", "plan", "old", "position", "number")
+        right = (query, key, value, factors, None, made._pages, made._plan, made._old, length, made._number)
+        arguments = dict(zip(names, right, strict=True))
+        changes = {
+            "q": (lambda x: x[:, :3], lambda x: x[..., :5]),
+            "k": (lambda x: x[:, :1], lambda x: x[0], lambda x: x[..., :5]),
+            "v": (lambda x: x[..., :5],),
+            "factors": (lambda x: x[:3],),
+            "pages": (lambda x: x[:1], lambda x: [x[0][:1], *x[1:]], lambda x: [*x[:-1], x[-1][:, :, :1]]),
+            "plan": (lambda x: x[:5], lambda x: x[:-1]),
+            "old": (lambda x: x[:3],),
+            "position": (lambda x: 10**9, lambda x: -1),
+        }
+        for name, wrong in ((name, change) for name, some in changes.items() for change in some):
+            with pytest.raises(RuntimeError, match="structattn_native|no slot"):
+                step(*_with(arguments, name, wrong))
+
+
+@pytest.mark.usefixtures("built")
+def test_the_operator_that_quantizes_refuses_tensors_that_do_not_fit() -> None:
+    quantize, x = torch.ops.structattn_native.quantize, torch.randn(1, 2, 8, 6)
+    quantize(x, 4, 8, 0, [0, 0])
+    for wrong in ((x[0], 4, 8, 0, [0, 0]), (x, 0, 8, 0, [0, 0]), (x, 4, 8, 0, [0]), (x, 4, 8, 0, [0, 5])):
+        with pytest.raises(RuntimeError, match="do not make up groups"):
+            quantize(*wrong)

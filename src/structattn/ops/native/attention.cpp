@@ -585,7 +585,43 @@ auto by_dtype(const Tensor& q, const F& f) {
   return q.dtype() == dtype_of<Half>() ? f(Half()) : f(float());
 }
 
+// Whether the tensors of a call fit each other: nothing else guards their memory.
+void check_call(const Tensor& q, const Tensor& k, const Tensor& v, STRUCTATTN_CALL) {
+  check(q.dim() == 4 && has_sizes(k, {q.size(0), -1, -1, q.size(3)}) &&
+            has_sizes(v, {q.size(0), k.size(1), k.size(2), -1}) && k.size(1) > 0 && q.size(1) % k.size(1) == 0,
+        "structattn_native: q, k and v are not (B, H, T, D), (B, G, S, D) and (B, G, S, V)");
+  const int64_t batch = q.size(0), heads = q.size(1), num_queries = q.size(2), num_keys = k.size(2);
+  const size_t levels = ranks.size();
+  const auto sum_up = [](const std::vector<int64_t>& some, int64_t all) {
+    for (const int64_t one : some) all = one < 0 || one > all ? -1 : all - one;
+    return all == 0;
+  };
+  check(levels > 0 && value_ranks.size() == levels && per_level.size() == levels && per_count.size() == levels &&
+            sum_up(ranks, q.size(3)) && sum_up(value_ranks, v.size(3)),
+        "structattn_native: the ranks of the levels do not sum to the dimensions");
+  check(
+      intervals.dim() == 3 && intervals.size(0) == 2 && intervals.is_contiguous() &&
+          (intervals.size(1) == static_cast<int64_t>(levels) || intervals.size(1) == static_cast<int64_t>(levels) + 1),
+      "structattn_native: the intervals are not (2, levels, positions)");
+  check(has_sizes(spans, {-1, 6}) && spans.is_contiguous(), "structattn_native: the spans are not (spans, 6)");
+  const auto is_within = [](int64_t first, int64_t count, int64_t size) {
+    return first >= 0 && count >= 0 && count <= size && first <= size - count;
+  };
+  for (const Span& span : spans_of(spans))
+    check(is_within(span.row, 1, batch) && is_within(span.query, span.num_queries, num_queries) &&
+              is_within(span.key, span.num_keys, num_keys) &&
+              is_within(span.position - first_position, span.num_queries, intervals.size(2)),
+          "structattn_native: a span is not within the queries, the keys and the intervals");
+  check(!slopes || (has_sizes(*slopes, {-1, heads}) && (slopes->size(0) == 1 || slopes->size(0) == batch)),
+        "structattn_native: the slopes are not (1 or B, H)");
+  for (const std::optional<Tensor>* pairs : {&bias, &mask})
+    check(!*pairs || has_sizes(**pairs, {batch, heads, num_queries, num_keys}),
+          "structattn_native: the bias or the mask is not (B, H, T, S)");
+}
+
 std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& v, STRUCTATTN_CALL) {
+  check_call(q, k, v, spans, ranks, value_ranks, per_level, per_count, intervals, first_position, softcap, slopes, bias,
+             mask);
   return by_dtype(q, [&](auto zero) {
     using I = decltype(zero);
     const Layout<Operand<I>> layout(ranks, value_ranks, per_level, per_count, intervals, first_position);
@@ -596,6 +632,14 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tenso
 std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
                                             const Tensor& out, const Tensor& lse, const std::optional<Tensor>& grad_lse,
                                             STRUCTATTN_CALL) {
+  check_call(q, k, v, spans, ranks, value_ranks, per_level, per_count, intervals, first_position, softcap, slopes, bias,
+             mask);
+  for (const Tensor* x : {&grad_out, &out})
+    check(has_sizes(*x, {q.size(0), q.size(1), q.size(2), v.size(3)}),
+          "structattn_native: an output or its gradient is not (B, H, T, V)");
+  for (const Tensor* x : {&lse, grad_lse ? &*grad_lse : &lse})
+    check(has_sizes(*x, {q.size(0), q.size(1), q.size(2)}) && x->is_contiguous(),
+          "structattn_native: a log-sum-exp or its gradient is not (B, H, T), contiguous");
   return by_dtype(q, [&](auto zero) {
     using I = decltype(zero);
     const Layout<Operand<I>> layout(ranks, value_ranks, per_level, per_count, intervals, first_position);

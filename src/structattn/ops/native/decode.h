@@ -791,12 +791,15 @@ class StepRooms {
   template <typename S, template <typename> class Span>
   StepRooms(const Tensor& query, const std::vector<std::vector<Weighed<S, Span>>>& lists, const Division& division,
             int64_t group_size, int64_t value_dim) {
-    int64_t columns = 0;
+    int64_t columns = 0, size = 1;  // groups may be larger than any memory while nothing is in one
     for (const auto& softmaxes : lists)
-      for (const auto& one : softmaxes) columns = std::max(columns, one.columns);
+      for (const auto& one : softmaxes) {
+        columns = std::max(columns, one.columns);
+        if (!one.key_groups.empty() || !one.value_groups.empty()) size = group_size;
+      }
     const int64_t pieces = query.size(0) * query.size(1) / division.unit * division.pieces;
     for (int64_t n = std::min(num_threads(), pieces); n > 0; --n)
-      rooms_.emplace_back(division.most, query.size(3), columns, value_dim, group_size);
+      rooms_.emplace_back(division.most, query.size(3), columns, value_dim, size);
   }
 
   // One that no other thread has.
@@ -847,6 +850,18 @@ void attend(const Tensor& query, const Order& order, const Sum<S>* factors,
   });
 }
 
+// Whether queries (B, H, 1, D) can read keys and values of so many heads, with a factor for each dimension and for each
+// level of some softmaxes.
+template <typename L>
+void check_queries(const Tensor& q, const std::vector<std::vector<L>>& levels, const Tensor& factors, int64_t batch,
+                   int64_t key_heads, int64_t value_heads, int64_t dim) {
+  int64_t count = dim;
+  for (const std::vector<L>& of_softmax : levels) count += static_cast<int64_t>(of_softmax.size());
+  check(has_sizes(q, {batch, -1, 1, dim}) && q.size(1) > 0 && q.size(1) % key_heads == 0 &&
+            q.size(1) % value_heads == 0 && factors.is_contiguous() && factors.numel() == count,
+        "structattn_native: the queries or their factors do not fit the keys and values");
+}
+
 // Writes a token into what a cache keeps, and returns its attention to all tokens there are; without a query, nothing.
 // What was in the slots of the token goes to `old`, with the number of the step in front of the plan, which says that
 // it is there.
@@ -858,6 +873,9 @@ Tensor stepped(const std::optional<Tensor>& q, const Tensor& k, const Tensor& v,
                    order->size(1) == k.size(3)),
         "an order of dimensions does not fit the keys");
   const Kept kept(plan, pages);
+  kept.check_tokens(k, v, position);
+  check(old.is_contiguous() && old.numel() >= k.numel() + v.numel(), Kept::kWrong);
+  if (q) check_queries(*q, kept.keys, factors, k.size(0), k.size(1), v.size(1), k.size(3));
   Tensor out = q ? empty({q->size(0), q->size(1), 1, v.size(3)}, q->dtype()) : empty({0}, k.dtype());
   std::vector<Stored> keys;
   for (const std::vector<Stored>& levels : kept.keys) keys.insert(keys.end(), levels.begin(), levels.end());

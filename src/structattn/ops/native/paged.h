@@ -66,33 +66,36 @@ void add_span_values(const Sum<S>* weight, int64_t weight_row, const TokenSpan<S
 // s is in page s / slots of a request, which a table (requests, columns) names, modulo a ring of pages.
 struct PagedPart {
   const char* memory = nullptr;
-  int64_t page_nbytes = 0, slot_nbytes = 0;
+  int64_t page_nbytes = 0, slot_nbytes = 0, pages = 0;
   int64_t heads = 0, head = 0, width = 0, slots = 0;  // numbers of a head, and of a slot
   int64_t block = 0, ring = 0;                        // 0 for none
   const int64_t* table = nullptr;
   int64_t columns = 0;
 
   PagedPart() = default;
-  PagedPart(const Tensor& x, const Tensor& pages, int64_t block, int64_t ring)
+  PagedPart(const Tensor& x, const Tensor& table, int64_t block, int64_t ring)
       : memory(static_cast<const char*>(x.const_data_ptr())),
         page_nbytes(x.stride(0) * x.element_size()),
         slot_nbytes(x.stride(2) * x.element_size()),
+        pages(x.size(0)),
         heads(x.size(1)),
         head(x.stride(1)),
         width(x.stride(2)),
         slots(x.size(2)),
         block(block),
         ring(ring),
-        table(pages.const_data_ptr<int64_t>()),
-        columns(pages.size(1)) {}
+        table(table.const_data_ptr<int64_t>()),
+        columns(table.size(1)) {}
 
   // Where an entry of a request is; `size`: the entries that lie side by side from there on.
   const char* at(int64_t request, int64_t entry, int64_t* size = nullptr) const {
     const int64_t slot = block ? entry % block : entry, number = slot / slots;
     const int64_t column = ring ? number % ring : number;
-    check(column < columns, "a request has no page for a token");
+    check(0 <= column && column < columns, "a request has no page for a token");
+    const int64_t page = table[request * columns + column];
+    check(0 <= page && page < pages, "structattn_native: a table names a page that there is not");
     if (size) *size = block ? std::min(slots - slot % slots, block - slot) : slots - slot % slots;
-    return memory + table[request * columns + column] * page_nbytes + slot % slots * slot_nbytes;
+    return memory + page * page_nbytes + slot % slots * slot_nbytes;
   }
 };
 
@@ -112,29 +115,66 @@ struct PagedKept {
   std::vector<std::vector<PagedLevel>> keys;  // of each softmax
   std::vector<PagedLevel> values, sinks;      // as of `Kept`
 
-  PagedKept(const Tensor& plan, const std::vector<Tensor>& parts, const std::vector<Tensor>& tables) {
+  // For numbers of a dtype, with scales of another, of so many requests.
+  PagedKept(const Tensor& plan, const std::vector<Tensor>& parts, const std::vector<Tensor>& tables, int64_t requests,
+            int32_t dtype, int32_t scale_dtype) {
+    check(plan.is_contiguous() && plan.numel() > 4, kWrong);
     const int64_t *p = plan.const_data_ptr<int64_t>(), *const end = p + plan.numel(), *counts = p + 4;
     size_t part = 0;
     num_sinks = p[0], group_size = p[1], residual = p[2];
+    check(num_sinks >= 0 && group_size > 0 && residual >= 0 && p[3] > 0 && p[3] <= end - counts, kWrong);
     keys.resize(p[3]);
     p = counts + p[3];
-    const auto next_part = [&](const int64_t* where) {
-      return PagedPart(parts[part++], tables[where[0]], where[1], where[2]);
+    const auto next_part = [&](const int64_t* where, int32_t kind, int64_t numbers) {
+      check(part < parts.size() && 0 <= where[0] && where[0] < static_cast<int64_t>(tables.size()), kWrong);
+      const Tensor &x = parts[part++], &table = tables[where[0]];
+      check(has_sizes(table, {requests, -1}) && table.is_contiguous() && where[1] >= 0 && where[2] >= 0, kWrong);
+      check(has_sizes(x, {-1, -1, -1, -1}) && x.dtype() == kind && x.size(2) > 0 && x.size(3) >= numbers &&
+                (x.stride(3) == 1 || x.size(3) == 1),
+            kWrong);
+      return PagedPart(x, table, where[1], where[2]);
     };
     const auto next = [&] {
-      PagedLevel level{p[0], p[1], p[2], p[3], next_part(p + 4), {}, {}, {}};
-      if (level.bits) level.codes = next_part(p + 7), level.scale = next_part(p + 7), level.zero = next_part(p + 7);
+      check(end - p >= 10 && *std::min_element(p, p + 4) >= 0 && (p[3] == 0 || p[3] == 4 || p[3] == 8), kWrong);
+      PagedLevel level{p[0], p[1], p[2], p[3], next_part(p + 4, dtype, p[0]), {}, {}, {}};
+      if (level.bits) {
+        level.codes = next_part(p + 7, dtype_of<uint8_t>(), p[0] * (group_size * level.bits / 8));
+        level.scale = next_part(p + 7, scale_dtype, p[0]), level.zero = next_part(p + 7, scale_dtype, p[0]);
+        check(level.codes.heads == level.exact.heads && level.scale.heads == level.exact.heads &&
+                  level.zero.heads == level.exact.heads,
+              kWrong);
+      }
       p += 10;
       return level;
     };
     for (std::vector<PagedLevel>& levels : keys)
       for (int64_t left = *counts++; left > 0; --left) levels.push_back(next());
     while (p < end) values.push_back(next());
+    check(values.size() > (num_sinks ? 2 : 0), kWrong);
     if (num_sinks) {
       sinks.assign(values.end() - 2, values.end());
       values.resize(values.size() - 2);
     }
+    for (const std::vector<PagedLevel>& levels : keys) check(!levels.empty(), kWrong);
   }
+
+  // Whether the levels have the dimensions, each with all heads.
+  void check_dims(int64_t key_dims, int64_t value_dims) const {
+    const auto take = [](const PagedLevel& level, int64_t heads, int64_t& dims) {
+      check(level.exact.heads == heads && heads > 0, kWrong);
+      dims -= level.dims;
+    };
+    const int64_t key_heads = keys[0][0].exact.heads, value_heads = values[0].exact.heads;
+    int64_t of_keys = key_dims, of_values = value_dims;
+    for (const std::vector<PagedLevel>& levels : keys)
+      for (const PagedLevel& level : levels) take(level, key_heads, of_keys);
+    for (const PagedLevel& level : values) take(level, value_heads, of_values);
+    check(of_keys == 0 && of_values == 0, kWrong);
+    if (num_sinks) take(sinks[0], key_heads, key_dims), take(sinks[1], value_heads, value_dims);
+    check(num_sinks == 0 || (key_dims == 0 && value_dims == 0), kWrong);
+  }
+
+  static constexpr const char* kWrong = "structattn_native: the parts, tables and plan are not those of one cache";
 };
 
 // The spans of positions first ... last of a level of a request: see `add_spans`.
@@ -180,9 +220,16 @@ void add_sink_tokens(const PagedKept& kept, int64_t number, int64_t dim, Sum<S> 
 template <typename S>
 Tensor attended(const Tensor& q, const Tensor& factors, const std::vector<Tensor>& parts,
                 const std::vector<Tensor>& tables, const Tensor& positions, const Tensor& plan, int64_t value_dim) {
+  using Scale = typename GroupSpan<Sum<S>>::Scale;
+  check(q.dim() == 4 && q.numel() > 0, PagedKept::kWrong);
   const int64_t batch = q.size(0);
+  const PagedKept kept(plan, parts, tables, batch, q.dtype(), dtype_of<Scale>());
+  kept.check_dims(q.size(3), value_dim);
+  check_queries(q, kept.keys, factors, batch, kept.keys[0][0].exact.heads, kept.values[0].exact.heads, q.size(3));
+  check(has_sizes(positions, {batch}) && positions.is_contiguous(), PagedKept::kWrong);
+  for (int64_t b = 0; b < batch; ++b)
+    check(positions.const_data_ptr<int64_t>()[b] + 1 >= std::max<int64_t>(1, kept.num_sinks), PagedKept::kWrong);
   Tensor out = empty({batch, q.size(1), 1, value_dim}, q.dtype());
-  const PagedKept kept(plan, parts, tables);
   const Sum<S>* const factor = factors.const_data_ptr<Sum<S>>();
   std::vector<std::vector<Weighed<S, TokenSpan>>> lists(batch);
   parallel_for(batch, [&](int64_t begin, int64_t end) {

@@ -132,10 +132,13 @@ void quantize_group(S* x, int64_t stride, int64_t group_size, int64_t dims, int6
 template <typename S>
 std::tuple<Tensor, Tensor, Tensor> quantized(const Tensor& x, int64_t group_size, int64_t bits, int64_t per_token,
                                              const std::vector<int64_t>& hidden) {
+  constexpr const char* kWrong = "structattn_native: tokens that are quantized do not make up groups";
+  check(x.dim() == 4 && group_size > 0, kWrong);
   const int64_t rows = x.size(0), heads = x.size(1), count = x.size(2) / group_size, dims = x.size(3);
-  check(x.dim() == 4 && x.stride(3) == 1 && x.size(2) == count * group_size &&
+  check((x.stride(3) == 1 || dims == 1) && x.size(2) == count * group_size &&
             static_cast<int64_t>(hidden.size()) == count && (bits == 8 || (bits == 4 && group_size % 2 == 0)),
-        "structattn_native: tokens that are quantized do not make up groups");
+        kWrong);
+  for (const int64_t first : hidden) check(0 <= first && first <= group_size, kWrong);
   const int64_t bytes = group_size * bits / 8, parts = (dims + group_size - 1) / group_size;
   const std::vector<int64_t> of_group{rows, heads, count, per_token ? parts : dims, per_token ? group_size : 1};
   Tensor codes = empty({rows, heads, count, dims, bytes}, dtype_of<uint8_t>());

@@ -21,7 +21,7 @@ struct Quantized {
 
   // The page of a slot; `slot` becomes that in the page.
   const Tensor* page(int64_t& slot) const {
-    for (int64_t n = 0; n < num_pages; slot -= pages[3 * n++].size(1))
+    for (int64_t n = 0; n < num_pages && slot >= 0; slot -= pages[3 * n++].size(1))
       if (slot < pages[3 * n].size(1)) return pages + 3 * n;
     fail("a level of the cache has no slot for a group");
   }
@@ -51,9 +51,33 @@ struct Stored {
 
   // The page of a slot; `slot` becomes that in the page.
   const Tensor& page(int64_t& slot) const {
-    for (int64_t n = 0; n < num_pages; slot -= pages[n++].size(2))
+    for (int64_t n = 0; n < num_pages && slot >= 0; slot -= pages[n++].size(2))
       if (slot < pages[n].size(2)) return pages[n];
     fail("a level of the cache has no slot for a position");
+  }
+
+  // Whether the pages have that many rows, and all the numbers of a slot where they are looked for.
+  bool fits(int64_t rows, int64_t group_size, bool per_token) const {
+    for (int64_t n = 0; n < num_pages; ++n)
+      if (!has_sizes(pages[n], {rows, dims, -1}) || (pages[n].stride(2) != 1 && pages[n].size(2) > 1)) return false;
+    if (quantized.bits == 0) return true;
+    const int64_t bytes = group_size * quantized.bits / 8;
+    const int64_t scales = per_token ? (dims + group_size - 1) / group_size * group_size : dims;
+    for (int64_t n = 0; n < quantized.num_pages; ++n) {
+      const Tensor* const page = quantized.pages + 3 * n;
+      const int64_t slots = page->dim() > 1 ? page->size(1) : 0;
+      if (!has_sizes(page[0], {rows, slots, dims, bytes}) || !has_whole_slots(page[0])) return false;
+      for (const Tensor* x : {page + 1, page + 2})
+        if (!has_sizes(*x, {rows, slots, -1, -1}) || x->size(2) * x->size(3) != scales || !has_whole_slots(*x))
+          return false;
+    }
+    return true;
+  }
+
+ private:
+  // Whether the numbers of a slot lie side by side.
+  static bool has_whole_slots(const Tensor& x) {
+    return (x.size(3) == 1 || x.stride(3) == 1) && (x.size(2) == 1 || x.stride(2) == x.size(3));
   }
 };
 
@@ -130,12 +154,18 @@ struct Kept {
   std::vector<Stored> sinks;  // keys and values of the sink tokens, in all dimensions; none where there are none
 
   Kept(const Tensor& plan, const std::vector<Tensor>& pages) {
+    check(plan.is_contiguous() && plan.numel() > 6, kWrong);
     const int64_t *p = plan.const_data_ptr<int64_t>(), *const end = p + plan.numel(), *counts = p + 6;
-    size_t page = 0;
+    int64_t page = 0;
     chunk = p[1], num_sinks = p[2], group_size = p[3], residual = p[4];
+    check(chunk >= 0 && num_sinks >= 0 && group_size > 0 && residual >= 0 && p[5] > 0 && p[5] <= end - counts, kWrong);
     keys.resize(p[5]);
     p = counts + p[5];
     const auto next = [&] {
+      check(end - p >= 9 && *std::min_element(p + 2, p + 9) >= 0 && p[0] >= 0, kWrong);
+      check(p[6] == 0 || p[6] == 4 || p[6] == 8, kWrong);
+      const int64_t left = static_cast<int64_t>(pages.size()) - page;
+      check(p[5] <= left && p[8] <= (left - p[5]) / 3, kWrong);
       const Tensor *const exact = pages.data() + page, *const groups = exact + p[5];
       const Stored found{p[0], p[1], p[2], p[3], p[4], exact, p[5], {p[6], p[7], groups, p[8]}};
       page += p[5] + 3 * p[8], p += 9;
@@ -144,11 +174,37 @@ struct Kept {
     for (std::vector<Stored>& levels : keys)
       for (int64_t left = *counts++; left > 0; --left) levels.push_back(next());
     while (p < end) values.push_back(next());
+    check(values.size() > (num_sinks ? 2 : 0), kWrong);
     if (num_sinks) {
       sinks.assign(values.end() - 2, values.end());
       values.resize(values.size() - 2);
     }
   }
+
+  // Whether tokens k and v, (B, G, 1, dims), and the pages are of one cache. Nothing else guards their memory.
+  void check_tokens(const Tensor& k, const Tensor& v, int64_t position) const {
+    check(k.dim() == 4 && k.size(2) == 1 && has_sizes(v, {k.size(0), -1, 1, -1}) && k.numel() && v.numel(), kWrong);
+    check(position + 1 >= std::max<int64_t>(1, num_sinks), kWrong);
+    const int64_t key_rows = k.size(0) * k.size(1), value_rows = v.size(0) * v.size(1);
+    int64_t key_dims = 0, value_dims = 0;
+    for (const std::vector<Stored>& levels : keys) {
+      check(!levels.empty(), kWrong);
+      for (const Stored& level : levels) {
+        check(level.fits(key_rows, group_size, false), kWrong);
+        key_dims += level.dims;
+      }
+    }
+    for (const Stored& level : values) {
+      check(level.fits(value_rows, group_size, true), kWrong);
+      value_dims += level.dims;
+    }
+    check(key_dims == k.size(3) && value_dims == v.size(3), kWrong);
+    if (!num_sinks) return;
+    check(sinks[0].dims == key_dims && sinks[0].fits(key_rows, 1, false), kWrong);
+    check(sinks[1].dims == value_dims && sinks[1].fits(value_rows, 1, true), kWrong);
+  }
+
+  static constexpr const char* kWrong = "structattn_native: tokens, pages and plan are not those of one cache";
 };
 
 // The first position whose exact numbers a query sees, where others are quantized.

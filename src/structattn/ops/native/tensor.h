@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 #include <memory>
 #include <new>
 #include <stdexcept>
@@ -98,6 +99,7 @@ class Tensor {
   int32_t dtype() const { return dtype_; }
   int64_t element_size() const { return static_cast<int64_t>(aoti_torch_dtype_element_size(dtype_)); }
   bool is_contiguous() const {
+    if (numel() == 0) return true;
     int64_t stride = 1;
     for (int64_t n = dim_; n-- > 0; stride *= sizes_[n])
       if (sizes_[n] != 1 && strides_[n] != stride) return false;
@@ -129,6 +131,15 @@ class Tensor {
   int64_t dim_ = 0, *sizes_ = nullptr, *strides_ = nullptr;
   int32_t dtype_ = 0;
 };
+
+// Whether a tensor has these sizes, -1 for any.
+inline bool has_sizes(const Tensor& x, std::initializer_list<int64_t> sizes) {
+  if (x.dim() != static_cast<int64_t>(sizes.size())) return false;
+  int64_t n = 0;
+  for (const int64_t size : sizes)
+    if (const int64_t own = x.size(n++); size >= 0 && own != size) return false;
+  return true;
+}
 
 // A new tensor, whose numbers are not set.
 inline Tensor empty_strided(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, int32_t dtype) {

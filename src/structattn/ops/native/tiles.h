@@ -437,7 +437,7 @@ class Tiles {
       Ends e{span.num_keys, 0, span.num_keys, 0};
       for (int64_t i = 0; i < rows; ++i) {
         const int64_t at = l * layout_.num_positions + start + i;
-        const int64_t low = low_[l * kRows + i] = std::min<int64_t>(layout_.low[at], span.num_keys);
+        const int64_t low = low_[l * kRows + i] = std::clamp<int64_t>(layout_.low[at], 0, span.num_keys);
         const int64_t high = high_[l * kRows + i] = std::min<int64_t>(layout_.high[at], span.num_keys);
         e = {std::min(e.least_low, low), std::max(e.most_low, low), std::min(e.least_high, high),
              std::max(e.most_high, high)};

@@ -550,6 +550,19 @@ def test_sums_over_long_rows_are_as_exact_as_those_of_pytorch(num_queries: int, 
         assert relative_error(x.double(), right) < 2 * relative_error(theirs.double(), right)
 
 
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_may_be_as_large_as_those_of_pytorch(dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 300, 16, generator=generator).to(dtype) for _ in range(3))
+    q, v = 3 * q, v * 1e37
+    plain = torch.nn.functional.scaled_dot_product_attention
+    expected = plain(*(x.double() for x in (q, k, v)), is_causal=True)
+    assert plain(q, k, v, is_causal=True).isfinite().all()
+    found = sa.structured_attention(q, k, v, backend="native")
+    assert_close(found / 1e37, expected / 1e37)
+
+
 def _with(arguments: dict, name: str, change) -> list:
     return list((arguments | {name: change(arguments[name])}).values())
 

@@ -245,6 +245,8 @@ class Weights {
 // How much a score may be above the one that weights are relative to. Their sums stay far from the largest number, and
 // seldom need another scale: only where a score comes that is larger than that.
 constexpr int kSlack = 8;
+// How often weights are halved, so that they are 1 at most: otherwise sums of values of 2^115 could be infinite.
+constexpr int kHalvings = 12;
 
 // Makes the scores of a row weights, and adds them up, into a vector of sums: only the last of them takes its numbers
 // together. What was summed before, `sums` and the vectors of `totals`, is scaled where a much larger score comes.
@@ -268,7 +270,7 @@ void weigh(T* row, int64_t first, int64_t last, T* sums, int64_t size, T& most, 
   const V shift(most);
   V added = V::loadu(totals[0]);
   for (int64_t c = first; c < last; c += W) {
-    const V weight = exponential(V::loadu(row + c), shift);
+    const V weight = exponential<kHalvings>(V::loadu(row + c), shift);
     weight.store(row + c);
     added = added + weight;
   }
@@ -372,7 +374,7 @@ std::tuple<Tensor, Tensor> forward_of(const Tensor& q, const Tensor& k, const Te
           continue;
         }
         multiplied<T>(all, 1 / divisor, size, to);
-        to_lse[i] = most[i] + logarithm(weight);
+        to_lse[i] = most[i] + logarithm(weight * (1 << kHalvings));
       }
     }
   });

@@ -219,12 +219,15 @@ inline void map2(const F& f, T* out, const T* x, const T* y, int64_t size) {
 // In float32 to 22 bits near `shift` and 18 far below, where PyTorch's own attention on a CPU has 20, and 0 below
 // 2^-126; in float64 to 52 bits near `shift`, and 0 below 2^-1022. It takes y = (x - shift) / ln 2 apart into the
 // nearest whole number n and r: 2^r is a polynomial, and n + 127 (or 1023) are the bits of an exponent. Functions that
-// also take large numbers need twice the instructions.
+// also take large numbers need twice the instructions. Both may be made smaller by a power of 2, for which the bits of
+// the exponent are other ones.
+template <int kHalvings = 0>
 inline Vec<float> exponential(Vec<float> x, Vec<float> shift) {
   using V = Vec<float>;
-  const V y = clamp_min((x - shift) * V(1.44269504f), V(-127.f));  // the exponent of -127 is that of 0
+  constexpr float kZero = 127 - kHalvings;
+  const V y = clamp_min((x - shift) * V(1.44269504f), V(-kZero));  // whose exponent is that of 0
   // 1.5 x 2^23: a sum with it has no bits for fractions, and the exponent as its last bits.
-  const V whole(12582912.f + 127.f), n = y + whole, r = y - (n - whole);
+  const V whole(12582912.f + kZero), n = y + whole, r = y - (n - whole);
   // The coefficients are those with the least largest relative error, 1.1e-7, of the polynomials that are 1 at 0.
   V power = fmadd(r, V(0.0013264727f), V(0.009671513f));
   power = fmadd(r, power, V(0.055507336f));
@@ -235,10 +238,11 @@ inline Vec<float> exponential(Vec<float> x, Vec<float> shift) {
   return power * V(reinterpret_cast<V::Raw>(reinterpret_cast<V::Mask>(n.raw) << 23));
 }
 
+template <int kHalvings = 0>
 inline Vec<double> exponential(Vec<double> x, Vec<double> shift) {
   using V = Vec<double>;
-  const V z = clamp_min(x - shift, V(-709.2));  // whose exponent is that of 0
-  const V whole(6755399441055744.0 + 1023), n = fmadd(z, V(1.4426950408889634), whole), times = n - whole;
+  const V z = clamp_min(x - shift, V(-709.2 + 0.6931471805599453 * kHalvings));  // whose exponent is that of 0
+  const V whole(6755399441055744.0 + 1023 - kHalvings), n = fmadd(z, V(1.4426950408889634), whole), times = n - whole;
   // ln 2 in two parts, the first with few bits: its product with a whole number is exact.
   const V r = fmadd(times, V(-1.9082149292705877e-10), fmadd(times, V(-0.69314718036912382), z));
   V power(1.0 / 6227020800);  // Taylor's series to the 13th power: the next is 4e-18 where r is largest

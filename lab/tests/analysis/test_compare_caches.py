@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import shutil
 from itertools import combinations
 
 import pytest
@@ -227,6 +228,34 @@ def test_other_text_is_another_comparison(folder, book, tmp_path) -> None:
     path.write_text(book.read_text()[1:])
     with pytest.raises(ConfigError, match="begun with text_sha256"):
         compare_caches(config, tmp_path / "out", resume=True, **options)
+
+
+def test_other_weights_or_another_calibration_are_another_comparison(folder, book, tmp_path) -> None:
+    from structattn.integrations.transformers import calibrate
+
+    model_folder, file = tmp_path / "model", tmp_path / "calibration.safetensors"
+    shutil.copytree(folder, model_folder)
+    model = transformers.LlamaForCausalLM.from_pretrained(model_folder).eval()
+
+    def save_calibration(length):
+        calibrate(model, [torch.randint(256, (2, length))], methods=("heads", "bits")).save(file)
+
+    save_calibration(300)
+    options = {"rows": _only_plain, "show_progress": False}
+    small = {"num_windows": 1, "num_prompts": 0, "num_steps": 1, "calibration": str(file)}
+    config, out = settings(model_folder, book, **small), tmp_path / "out"
+    compare_caches(config, out, **options)
+    compare_caches(config, out, resume=True, **options)
+    before = file.read_bytes()
+    save_calibration(200)
+    with pytest.raises(ConfigError, match="begun with calibration_sha256"):
+        compare_caches(config, out, resume=True, **options)
+    file.write_bytes(before)
+    with torch.no_grad():
+        model.lm_head.weight += 1
+    model.save_pretrained(model_folder)
+    with pytest.raises(ConfigError, match="begun with model_sha256"):
+        compare_caches(config, out, resume=True, **options)
 
 
 def test_presses_keep_what_they_say(folder, book, tmp_path) -> None:

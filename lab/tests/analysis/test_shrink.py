@@ -5,7 +5,7 @@ import re
 import shutil
 
 import pytest
-import safetensors
+import safetensors.torch
 import torch
 
 from structattn import cli
@@ -127,6 +127,21 @@ def test_a_finished_folder_is_only_read(folder, model, text, monkeypatch) -> Non
         shrink(model, text, folder, **options)
     with pytest.raises(ConfigError, match=r"begun with compression = 2.0, now 4.0"):
         shrink(model, text, folder, resume=True, **options | {"compression": 4.0})
+
+
+def test_other_weights_in_the_same_folder_are_another_model(folder, model, text, tmp_path) -> None:
+    shutil.copytree(model, tmp_path / "model")
+    owner = json.loads((folder / "owner.json").read_text())
+    owner["settings"]["model"] = str(tmp_path / "model")
+    shutil.copytree(folder, tmp_path / "out")
+    (tmp_path / "out" / "owner.json").write_text(json.dumps(owner))
+    options = SMALL | {"document_start": "#", "resume": True}
+    shrink(tmp_path / "model", text, tmp_path / "out", **options)
+    weights = safetensors.torch.load_file(tmp_path / "model" / "model.safetensors")
+    changed = {name: value + 1 for name, value in weights.items()}
+    safetensors.torch.save_file(changed, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match="begun with model_sha256"):
+        shrink(tmp_path / "model", text, tmp_path / "out", **options)
 
 
 @pytest.mark.full

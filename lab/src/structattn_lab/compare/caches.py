@@ -23,7 +23,7 @@ from structattn_lab.compare.cache_rows import cache_rows, chosen_rows
 from structattn_lab.compare.measured_cache import MeasuredCache, UnavailableError
 from structattn_lab.data.corpus.documents import Source
 from structattn_lab.data.corpus.tokenizers import model_tokenizer
-from structattn_lab.data.trained_models import checked_config, load_model
+from structattn_lab.data.trained_models import checked_config, load_model, weights_sha256
 from structattn_lab.records.caches import CacheRow, CachesRecord, RecallRow
 from structattn_lab.records.common import RESULTS, Results, read_file, to_json
 from structattn_lab.records.environment import origin
@@ -109,7 +109,7 @@ def compare_caches(
         DataError: the text cannot be read, or is shorter than a window.
 
     Cost: for each cache, a forward pass of a context for each window and prompt, and the steps of the
-        windows.
+        windows. The weights are read once more for their digest, by which ``resume`` knows the model.
     """
     task = config.task
     for name, option in (("model", "--set task.model=FOLDER"), ("data", "--data TEXT")):
@@ -140,7 +140,12 @@ def compare_caches(
     owner = Owner(
         command="compare caches",
         task="",
-        settings=settings | {"text_sha256": read},
+        settings=settings
+        | {
+            "text_sha256": read,
+            "model_sha256": weights_sha256(load_model(task.model)),
+            "calibration_sha256": _file_sha256(task.calibration),
+        },
         free=("task.only",),
         label="compare-caches",
     )
@@ -171,6 +176,11 @@ def compare_caches(
             rows=tuple(measured),
         )
         return write_results(record, report(record), folder)
+
+
+def _file_sha256(path: str) -> str:
+    """The digest of a file; empty without one."""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else ""
 
 
 def _finished(folder: Path, settings: dict[str, Any]) -> Results[CachesRecord] | None:

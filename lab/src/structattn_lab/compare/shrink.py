@@ -28,7 +28,7 @@ from structattn_lab.compare.caches import CachesConfig, CacheTask, compare_cache
 from structattn_lab.compare.measured_cache import MeasuredCache, Prepared
 from structattn_lab.data.corpus.documents import Source
 from structattn_lab.data.corpus.tokenizers import model_tokenizer
-from structattn_lab.data.trained_models import checked_config, load_model
+from structattn_lab.data.trained_models import checked_config, load_model, weights_sha256
 from structattn_lab.records.caches import CachesRecord
 from structattn_lab.records.common import RESULTS, Results, read_file
 from structattn_lab.runs.folders import Owner, finished_in, opened
@@ -124,6 +124,7 @@ def shrink(
         task="",
         settings={
             "model": task.model,
+            "model_sha256": weights_sha256(load_model(task.model, "MODEL")),
             "text_sha256": hashlib.sha256("\0".join(texts).encode()).hexdigest(),
             "compression": compression,
             "context_length": context_length,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import torch
@@ -70,3 +71,11 @@ def load_model(source: str, name: str = "task.model") -> Any:
             "are missing: give a whole model"
         )
     return model
+
+
+def weights_sha256(model: Any) -> str:
+    """The digest of the weights of a model on the CPU: their names and bytes."""
+    digest = hashlib.sha256()
+    for name, value in sorted(model.state_dict().items()):
+        digest.update(name.encode() + value.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

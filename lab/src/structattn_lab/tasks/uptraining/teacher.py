@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from structattn.errors import DataError
 from structattn.seeds import seeded
 from structattn_lab.data.corpus.tokenizers import model_tokenizer
-from structattn_lab.data.trained_models import load_model
+from structattn_lab.data.trained_models import load_model, weights_sha256
 from structattn_lab.tasks.uptraining.config import RANDOM
 from structattn_lab.tasks.uptraining.taps import Attended, tapped
 
@@ -58,10 +57,7 @@ class Teacher:
                 self.tokenizer = _tokenizer(source)
             self.model.eval().requires_grad_(False)
             self.layers: list[nn.Module] = [layer.module for layer in find_attention(self.model)]
-        digest = hashlib.sha256()
-        for name, value in sorted(self.model.state_dict().items()):
-            digest.update(name.encode() + value.contiguous().flatten().view(torch.uint8).numpy().tobytes())
-        self.sha256 = digest.hexdigest()
+        self.sha256 = weights_sha256(self.model)
 
     def to(self, device: torch.device) -> Teacher:
         """On a device, where it stays."""

@@ -65,6 +65,7 @@ class TextGeneration:
             self.caches = model.new_cache(max_length=self._reserved, left_padding=batch.left_padding)
         self.num_tokens = 0
         self.seconds = 0.0
+        self._readers = [_Reader(self._tokenizer, row) for row in rows]
         self._stop = stop
         self._batch_size = len(prompts)
         self._steps = model.stream(
@@ -82,7 +83,6 @@ class TextGeneration:
         not yet whole.
         """
         texts = [""] * self._batch_size
-        unread: list[list[int]] = [[] for _ in range(self._batch_size)]
         running = [True] * self._batch_size
         while any(running):
             started = time.perf_counter()
@@ -93,24 +93,13 @@ class TextGeneration:
             new: list[str | None] = [None] * self._batch_size
             for row, token in enumerate(step):
                 if token is not None and running[row]:
-                    unread[row].append(token)
-                    text = self._whole(unread[row])
+                    text = self._readers[row].read(token)
                     start = max(0, len(texts[row]) - len(self._stop) + 1)
                     new[row] = text
                     texts[row] += text
                     running[row] = not self._stop or self._stop not in texts[row][start:]
                     self.num_tokens += 1
             yield new
-
-    def _whole(self, tokens: list[int]) -> str:
-        """The text of tokens, which are then cleared; none while their last bytes are an incomplete
-        character.
-        """
-        text = self._tokenizer.decode(tokens)
-        if text.endswith("\ufffd") and len(tokens) < _LONGEST_CHARACTER:
-            return ""
-        tokens.clear()
-        return text
 
     @property
     def _length(self) -> int:
@@ -135,3 +124,49 @@ class TextGeneration:
             f"{text}; cache of {self._length:,} tokens: {self.caches.nbytes:,} bytes, plain attention {plain:,} "
             f"({plain / self.caches.nbytes:.2f} times as many)"
         )
+
+
+class _Reader:
+    """The text of new tokens, as they come.
+
+    They are decoded after tokens before them: many tokenizers drop the space that a text begins with.
+
+    Args:
+        tokenizer: of the tokens.
+        prompt: the tokens before the first new one.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: list[int]) -> None:
+        self._tokenizer = tokenizer
+        lasts = (prompt[-count:] for count in range(1, _LONGEST_CHARACTER + 1))
+        self._before = next((tokens for tokens in lasts if self._is_whole(tokens)), [])
+        self._tokens: list[int] = []
+        self._returned = 0  # characters of their text
+        self._waited = 0  # for the end of a character, in tokens
+
+    def _is_whole(self, tokens: list[int]) -> bool:
+        text = self._tokenizer.decode(tokens)
+        return bool(text) and "\ufffd" not in text
+
+    def _text(self) -> str:
+        start, text = self._tokenizer.decode(self._before), self._tokenizer.decode(self._before + self._tokens)
+        # Bytes that are a character alone may be none next to others.
+        return text[len(start) :] if text.startswith(start) else self._tokenizer.decode(self._tokens)
+
+    def read(self, token: int) -> str:
+        """The text of a token and of those before it that was not returned, as far as characters are
+        whole; of what is no character after some tokens, a replacement.
+        """
+        self._tokens.append(token)
+        text, self._waited = self._text(), self._waited + 1
+        whole = text.rstrip("\ufffd")
+        if len(whole) == len(text) or (len(whole) <= self._returned and self._waited >= _LONGEST_CHARACTER):
+            new = text[self._returned :]
+            if self._is_whole(self._tokens):
+                self._before = self._tokens
+            self._tokens, self._returned, self._waited = [], 0, 0
+            return new
+        new = whole[self._returned :]
+        if new:
+            self._returned, self._waited = len(whole), 1
+        return new

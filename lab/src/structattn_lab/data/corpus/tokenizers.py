@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -217,7 +218,43 @@ class ModelTokens(BytePairs):
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=self._type)
 
     def token_sizes(self) -> npt.NDArray[np.int64]:
-        return np.array([len(self.decode([i]).encode()) for i in range(self.vocab_size)], dtype=np.int64)
+        """Within a text, where a token keeps the space that it begins with, and may be a piece of a
+        character. A token for what the tokenizer does not know has no bytes.
+        """
+        definition = json.loads(self._definition)
+        kinds, model = _decoder_kinds(definition.get("decoder")), definition["model"]
+        unknown = model.get("unk_token")
+        if model.get("unk_id") is not None:
+            unknown = model["vocab"][model["unk_id"]][0]
+        added = {token["id"]: token["content"] for token in definition.get("added_tokens", ())}
+        alphabet = set(_library().pre_tokenizers.ByteLevel.alphabet())
+        before = next((i for i in range(self.vocab_size) if _is_word(self.decode([i]))), None)
+        first, length = ([], 0) if before is None else ([before], len(self.decode([before]).encode()))
+
+        def size(token: int) -> int:
+            name = self._tokenizer.id_to_token(token)
+            if name is None or name == unknown:
+                return 0
+            if token in added:
+                return len(added[token].encode())
+            if "ByteLevel" in kinds:
+                return len(name) if alphabet.issuperset(name) else len(name.encode())
+            if "ByteFallback" in kinds and re.fullmatch("<0x[0-9A-F]{2}>", name):
+                return 1
+            return len(self.decode([*first, token]).encode()) - length
+
+        return np.array(list(map(size, range(self.vocab_size))), dtype=np.int64)
+
+
+def _decoder_kinds(decoder: dict[str, Any] | None) -> set[str]:
+    """The types of a decoder, and of those that it is made of."""
+    if decoder is None:
+        return set()
+    return {decoder["type"]}.union(*map(_decoder_kinds, decoder.get("decoders", ())))
+
+
+def _is_word(text: str) -> bool:
+    return text.isascii() and text.isalnum()
 
 
 def model_tokenizer(model: str) -> Any:

@@ -87,6 +87,11 @@ def test_a_recipe_without_a_grid_is_one_point() -> None:
         (("variants=a: task.rotary=,a: task.rotary=low_far",), "names must be unique"),
         (("variants=a: task.rotary= task.num_heads=2",), "task.num_heads=2 would be lost, since widths set it"),
         (("variants=a: budgets=1e12",), "budgets=1e12 would be lost"),
+        (("variants=a: training.steps=9",), "training.steps=9 would be lost, since budgets set it"),
+        (("variants=a: training.lr=0.1",), "training.lr=0.1 would be lost, since learning_rates set it"),
+        (("variants=a: widths=64",), "widths=64 would be lost, since it is of the whole comparison"),
+        (("budgets=()", "search=task.embed_dim=64"), "search: task.embed_dim=64 would be lost, since widths set it"),
+        (("sweep_settings=training.lr=0.1",), "sweep_settings: training.lr=0.1 would be lost"),
     ],
 )
 def test_bad_grids_are_named(changes, message: str) -> None:

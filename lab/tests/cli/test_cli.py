@@ -296,6 +296,24 @@ def test_a_csv_of_ones_own(tmp_path: Path, capsys) -> None:
         ([*CORPUS, "--model", "m"], "give both, got --tokens chars and --model m"),
         ([*CORPUS, "--tokens", "bytes", "--unknown", "drop"], "--unknown drop is only for --tokens chars"),
         (["data", "prepare", "text", "--source", "./no", "--out", "c"], "expected a text file or a folder at ./no"),
+        (
+            ["compare", "text", "--attention", "standard", "--seeds", "1", "--attention", "mlr:8|8|8|8"],
+            "--attention is given twice, and the first would be lost",
+        ),
+        (["train", "text", "--attention", "standard", "--attention=linear"], "--attention is given twice"),
+        (
+            ["compare", "text", "--attention", "standard", "--set", "attention=linear"],
+            "--attention and --set attention give the same setting",
+        ),
+        (["compare", "text", "--data", "x", "--set", "task.data=y"], "--data and --set task.data give the same"),
+        (
+            ["compare", "text", "--budgets", "1e12", "--set", "training.steps=9"],
+            "--set training.steps would be lost, since budgets set it: leave it out, or give --set budgets=() as well",
+        ),
+        (
+            ["compare", "icl-regression", "--preset", "bottleneck", "--set", "training.lr=0.1"],
+            "--set training.learning_rate would be lost, since learning_rates set it",
+        ),
         (["compare", "forecast", "--preset", ""], "--preset: unknown preset ''"),
         (["compare", "forecast", "--ray-address", "x"], "--ray-address: expected auto, local, HOST:PORT"),
     ],

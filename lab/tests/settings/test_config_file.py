@@ -90,6 +90,29 @@ def test_the_config_of_a_comparison_repeats_it(tmp_path) -> None:
     assert main(["compare", "--config", str(first / "config.yaml"), "--out", str(second), "--resume"]) == 0
 
 
+def test_a_setting_of_a_file_that_the_preset_replaces_is_named(tmp_path, capsys) -> None:
+    path = write(tmp_path, "training.learning_rate: 0.1\n")
+    assert (
+        main(
+            [
+                "compare",
+                "icl-regression",
+                "--preset",
+                "bottleneck",
+                "--config",
+                str(path),
+                "--out",
+                str(tmp_path / "out"),
+            ]
+        )
+        == 2
+    )
+    assert f"{path}: training.learning_rate would be lost, since learning_rates set it" in capsys.readouterr().err
+    command = ["compare", "text", "--config", str(path), "--set", "learning_rates=0.1,0.2", "--budgets", "1e40"]
+    assert main([*command, "--out", str(tmp_path / "out")]) == 2
+    assert "give a smaller budget" in capsys.readouterr().err  # the command line goes before the file
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

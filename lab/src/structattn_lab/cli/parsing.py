@@ -10,7 +10,7 @@ import io
 import operator
 from collections.abc import Sequence
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, cast, get_args, get_origin
+from typing import Annotated, Any, Literal, cast, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -112,6 +112,9 @@ def _print_help(commands: dict[str, type[ParsedCommand]]) -> None:
 def _read(kind: type[Any], arguments: Sequence[str], program: str) -> object:
     """The command of one class; tyro's own report of a mistake becomes one line."""
     report = io.StringIO()
+    for option in _given_once(kind):
+        if sum(word.partition("=")[0].replace("_", "-") == option for word in arguments) > 1:
+            raise ConfigError(f"{option} is given twice, and the first would be lost: give all values after one")
     try:
         with contextlib.redirect_stderr(report), _VALUES:
             return tyro.cli(kind, args=arguments, prog=program, description=inspect.cleandoc(kind.__doc__ or ""))
@@ -131,6 +134,17 @@ def _read(kind: type[Any], arguments: Sequence[str], program: str) -> object:
             hint = nearest_name(option, positive) if positive else "it has none"
             raise ConfigError(f"unknown option {option!r} of {program}: {hint}")
     raise ConfigError(f"{_first_part(report.getvalue())}; {program} --help shows what it takes")
+
+
+def _given_once(kind: type[Any]) -> list[str]:
+    """The options of several values, which all come after one, and --attention."""
+    hints = get_type_hints(kind, include_extras=True)
+    names = [field.name for field in dataclasses.fields(kind)]
+    return [
+        f"--{name.replace('_', '-')}"
+        for name in names
+        if name == "attention" or ("tuple" in str(hints[name]) and "Append" not in str(hints[name]))
+    ]
 
 
 def _first_part(report: str) -> str:

@@ -101,16 +101,23 @@ class TaskCommand:
             if name not in options:
                 tasks = ", ".join(task for task in usable_tasks() if name in task_class(task).data_options)
                 raise ConfigError(f"--{name} belongs to {tasks}, not to {self.task}")
-            overrides.append(f"task.{options[name].setting}={value}")
+            setting = f"task.{options[name].setting}"
+            if setting in self._names_set():
+                raise ConfigError(f"--{name} and --set {setting} give the same setting: leave one of the two out")
+            overrides.append(f"{setting}={value}")
         return apply_overrides(recipe, tuple(overrides))
+
+    def _names_set(self) -> list[str]:
+        """The settings that --set gives, in full."""
+        from structattn_lab.settings.overrides import Change
+
+        return [Change.parse(text).name for text in self.set]
 
     def recipe_of_runs(self) -> Any:
         """The same for a command that uses only the settings of single runs."""
-        from structattn_lab.settings.overrides import Change
-
         recipe = self.recipe()
         file = self._file
-        sources = [(f"--set {name}", name) for name in (Change.parse(text).name for text in self.set)]
+        sources = [(f"--set {name}", name) for name in self._names_set()]
         sources += [(f"{file.path}: {name}", name) for name in file.values if name not in self.in_file] if file else []
         for written, name in sources:
             if name.partition(".")[0] not in ("task", "training"):
@@ -189,8 +196,12 @@ class CompareCommand(TaskCommand):
         options = {"attention": self.attention, "seeds": self.seeds, "widths": self.widths, "budgets": self.budgets}
         options = {name: value for name, value in options.items() if value not in (None, ())}
         recipe = self.recipe()
+        for name in options:
+            if name in self._names_set():
+                raise ConfigError(f"--{name} and --set {name} give the same setting: leave one of the two out")
         with as_options(**{name: f"--{name}" for name in options}):
             recipe = replace(recipe, **options)
+        self._check_effect(recipe, options)
         if self.ray_address and self.jobs != 1:
             raise ConfigError("--jobs is only for this machine: on a Ray cluster its cores and GPUs decide")
         length = " or ".join(f"{budget:g} FLOPs" for budget in recipe.budgets) or f"{recipe.training.steps:,} steps"
@@ -205,6 +216,22 @@ class CompareCommand(TaskCommand):
             runner=_runner(self.ray_address, None if self.ray_address else self.jobs),
         )
         print_results(text(done.record, self._tasks.report), done)
+
+    def _check_effect(self, recipe: Any, options: dict[str, Any]) -> None:
+        """Raises ``ConfigError`` for a setting that budgets or learning rates replace, unless the command
+        line or the file that gives it gives them as well and goes before it.
+        """
+        file = self._file
+        given = [(f"--set {name}", name, ()) for name in self._names_set()]
+        if file:
+            before = (*options, *self._names_set(), *file.values)
+            given += [(f"{file.path}: {name}", name, before) for name in file.values]
+        for written, name, known_before in given:
+            axis = recipe.lost(name)
+            if axis and axis not in known_before:
+                raise ConfigError(
+                    f"{written} would be lost, since {axis} set it: leave it out, or give --set {axis}=() as well"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,10 +13,15 @@ from structattn_lab.settings.overrides import Change
 from structattn_lab.settings.training import TrainingConfig
 
 MOST_RUNS = 100_000
-
-
-# The settings that a point of a grid sets.
-_SET_BY = {"widths": ("task.embed_dim", "task.num_heads", "widths"), "budgets": ("budgets",)}
+# Settings of one run that something of the whole recipe replaces.
+_LOST_UNDER = {"budgets": "training.steps", "learning_rates": "training.learning_rate"}
+# The settings that a point of a grid and a choice of learning rates set.
+_SET_BY = {
+    "widths": ("task.embed_dim", "task.num_heads"),
+    "budgets": ("budgets", _LOST_UNDER["budgets"]),
+    "learning_rates": (_LOST_UNDER["learning_rates"],),
+}
+_OF_THE_WHOLE = ("variants", "search", "widths")  # a point of the grid has none of its own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +78,8 @@ class Recipe:
     Raises:
         ConfigError: no seeds, a learning rate or budget that is not positive, something twice, settings of a
             sweep without rates or without muP, several widths without muP or with heads that do not divide
-            them, a variant of what widths or budgets set, a search together with budgets, or of what a
-            variant sets.
+            them, a variant or a search of what widths, budgets or learning rates set, a search together with
+            budgets, or of what a variant sets.
     """
 
     task: Any
@@ -122,10 +127,8 @@ class Recipe:
     def _check_search(self) -> None:
         if self.search and self.budgets:
             raise ConfigError("a search and budgets exclude each other: a scaling law is of settings that are given")
-        self._check_kept(
-            {change.name for text in self.search for change in Variation.parse(text).changes.values()},
-            "the search sets it",
-        )
+        searched = {change.name for text in self.search for change in Variation.parse(text).changes.values()}
+        self._check_kept(("variants",), searched, "the search sets it")
 
     def _check_variants(self) -> None:
         for axis in ("variants", "search"):
@@ -139,18 +142,28 @@ class Recipe:
             raise ConfigError(
                 f"variants: names must be unique, since results are identified by them, got {', '.join(names)}"
             )
+        varied = ("variants", "search")
+        self._check_kept(varied, set(_OF_THE_WHOLE), "it is of the whole comparison")
         for axis, names_set in _SET_BY.items():
             if getattr(self, axis):
-                self._check_kept(set(names_set), f"{axis} set it")
+                self._check_kept(varied, set(names_set), f"{axis} set it")
+        self._check_kept(("sweep_settings",), {_LOST_UNDER["learning_rates"]}, "learning_rates set it")
 
-    def _check_kept(self, names: set[str], why: str) -> None:
-        """Raises ``ConfigError`` if a variant sets one of these settings, which something else sets as
-        well.
+    def _check_kept(self, axes: tuple[str, ...], names: set[str], why: str) -> None:
+        """Raises ``ConfigError`` if a text of an axis, such as a variant, sets one of these settings, which
+        something else sets as well.
         """
-        for text in self.variants:
-            for written, change in Variation.parse(text).changes.items():
-                if change.name in names:
-                    raise ConfigError(f"variants: {written} would be lost, since {why}: leave one of the two out")
+        for axis in axes:
+            for text in getattr(self, axis):
+                for written, change in Variation.parse(text).changes.items():
+                    if change.name in names:
+                        raise ConfigError(f"{axis}: {written} would be lost, since {why}: leave one of the two out")
+
+    def lost(self, name: str) -> str:
+        """The axis that sets a setting of this name in place of the recipe, such as ``"budgets"`` for
+        ``"training.steps"``; empty where it counts.
+        """
+        return next((axis for axis, lost in _LOST_UNDER.items() if getattr(self, axis) and name == lost), "")
 
     def _check_widths(self) -> None:
         if self.training.parametrization != "mup" and len(self.widths) > 1:

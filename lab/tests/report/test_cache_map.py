@@ -73,3 +73,16 @@ def test_figures_are_drawn(tmp_path: Path) -> None:
     assert "95 % intervals" in figures["cache"].caption
     assert "the grey line joins" in figures["cache"].caption
     assert "grey" not in figures["decode-time"].caption  # all take equally long, so that one is better than all others
+
+
+def test_bytes_per_token_are_those_of_the_window_of_a_variant() -> None:
+    variants = ("short: task.context_length=16", "long: task.context_length=64")
+    config = {"task": {"context_length": 32}, "variants": variants}
+    rows = tuple(
+        made_row(spec, 1.0, cache_numbers=numbers * length, variant=name, setting=name)
+        for name, length in (("short", 16), ("long", 64))
+        for spec, numbers in (("standard", 64), ("window:8", 32))
+    )
+    table = cache_map.report().tables["cache"](made_comparison(rows, task="text", config=config))
+    assert [line.cells[2] for line in table.lines] == ["64", "128"] * 2
+    assert "at 16 or 64 tokens" in table.notes[0]

@@ -19,6 +19,7 @@ from structattn.errors import ConfigError, DataError
 from structattn.integrations.hub import check_source
 from structattn.integrations.transformers import load_structurized
 from structattn.testing.tolerances import ANOTHER_ORDER, SAME_MODEL, assert_close
+from structattn_lab.compare.comparison import compare
 from structattn_lab.compare.uptrain import uptrain
 from structattn_lab.data.corpus import PrepareConfig, Source, prepare
 from structattn_lab.data.corpus.tokenizers import BytePairs
@@ -26,7 +27,7 @@ from structattn_lab.report.numbers import DASH
 from structattn_lab.report.plot import new_canvas
 from structattn_lab.tasks.registry import recipe_for
 from structattn_lab.tasks.uptraining.config import UptrainConfig
-from structattn_lab.tasks.uptraining.figures import _mark_losses, recovered
+from structattn_lab.tasks.uptraining.figures import _mark_losses, costs, healed_rows, recall_healing, recovered
 from structattn_lab.tasks.uptraining.recall import KnownPassages, RandomPassages, distances, recall
 from structattn_lab.tasks.uptraining.students import Compressed, FewerTokens, SharedHeads, Window, student_form
 from structattn_lab.tasks.uptraining.task import UptrainTask
@@ -609,3 +610,18 @@ def test_the_axis_of_losses_has_three_marks(top, bottom) -> None:
     low, high = ax.get_ylim()
     assert low < bottom <= top < high
     assert sum(low <= mark <= high for mark in ax.get_yticks()) >= 3
+
+
+def test_variants_with_other_windows_are_drawn_with_their_own(tmp_path) -> None:
+    """Recall is measured at other distances, and a step has other tokens."""
+    recipe = dataclasses.replace(
+        recipe_for("uptraining", "smoke"),
+        attention=("cache:1.5",),
+        variants=("short: task.context_length=32", "long: task.context_length=64"),
+    )
+    record = compare("uptraining", recipe, tmp_path / "out", show_progress=False).record
+    assert [row.distance for row in healed_rows(record)] == [16, 32]
+    figure, caption, _ = recall_healing(record)
+    assert "16 or 32 tokens before" in caption
+    assert [ax.lines[0].get_xdata()[-1] for ax in figure.axes] == [6 * 2 * 32, 6 * 2 * 64]
+    assert "recall: the share of right guesses 16 or 32 tokens" in costs(record).notes[0]

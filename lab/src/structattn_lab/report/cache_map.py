@@ -8,7 +8,7 @@ from structattn_lab.analysis.frontier import on_frontier
 from structattn_lab.records.comparison import ComparisonRecord, Row
 from structattn_lab.report.figures.cache_map import by_cache, by_decode_time, bytes_per_token
 from structattn_lab.report.numbers import DASH, fmt_pm
-from structattn_lab.report.rows import by_variant, fmt_row
+from structattn_lab.report.rows import by_variant, context_lengths, fmt_row
 from structattn_lab.report.table import Table
 from structattn_lab.report.task_report import TaskReport
 
@@ -72,7 +72,7 @@ def _table(record: ComparisonRecord, metrics: tuple[str, ...]) -> Table | None:
         words=("attention", *setting, "on the frontier"),
         title="Quality and cache",
         notes=(
-            f"cache: keys and values of all layers at {record.config['task']['context_length']:,} tokens in bf16, over "
+            f"cache: keys and values of all layers at {context_lengths(record, record.rows)} tokens in bf16, over "
             "the tokens; ms per token: the median "
             "of 64 decoding steps at the end of a sequence, the variants in turn; on the frontier: yes where no "
             f"variant with at most as many bytes has a lower mean {record.metric}; not distinguishable where one has, "

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 from structattn_lab.records.comparison import BaselineRow, Choice, ComparisonRecord, LawPoint, Row, Scaling, Series
 from structattn_lab.report.numbers import finite, finite_list, fmt_pm, fmt_score
+from structattn_lab.settings.overrides import convert
+from structattn_lab.settings.recipe import Variation
 
 AnyRow = TypeVar("AnyRow", Row, BaselineRow)
 
@@ -49,6 +51,23 @@ def by_variant(record: ComparisonRecord) -> dict[str, ComparisonRecord]:
 
     names = dict.fromkeys(row.variant or "" for row in record.rows)
     return {name: replace(record, rows=at(name, record.rows), baselines=at(name, record.baselines)) for name in names}
+
+
+def context_length(record: ComparisonRecord, row: Row) -> int:
+    """Tokens of a window at the settings of a row, which variants and a search may change."""
+    length: int = record.config["task"]["context_length"]
+    for axis, name in (("variants", row.setting or row.variant), ("search", row.searched)):
+        for variation in map(Variation.parse, record.config.get(axis) or ()):
+            if variation.name == name:
+                for change in variation.changes.values():
+                    if change.name == "task.context_length":
+                        length = convert(change.text, int, change.name)
+    return length
+
+
+def context_lengths(record: ComparisonRecord, rows: Iterable[Row]) -> str:
+    """Those of rows, in words."""
+    return " or ".join(f"{length:,}" for length in sorted({context_length(record, row) for row in rows}))
 
 
 def standard_row(record: ComparisonRecord) -> Row | None:

@@ -18,7 +18,7 @@ from structattn_lab.report.plot import (
     shared_legend,
     spec_style,
 )
-from structattn_lab.report.rows import by_variant
+from structattn_lab.report.rows import by_variant, context_length
 
 _LEVEL = 0.95
 _CACHE_ITEM_BYTES = 2  # bf16
@@ -35,7 +35,7 @@ def _cached_rows(record: ComparisonRecord) -> list[Row]:
 def bytes_per_token(record: ComparisonRecord, row: Row) -> float:
     """The cache of one sequence at the context length, of all layers in bf16, over its tokens."""
     assert row.cache_numbers is not None
-    return float(_CACHE_ITEM_BYTES * row.cache_numbers / record.config["task"]["context_length"])
+    return float(_CACHE_ITEM_BYTES * row.cache_numbers / context_length(record, row))
 
 
 def by_cache(record: ComparisonRecord, metrics: Sequence[str] = ()) -> Drawing | None:

@@ -4,7 +4,7 @@ distance.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from structattn_lab.records.comparison import ComparisonRecord
 from structattn_lab.report.figures.octaves import loss_by_position
 from structattn_lab.report.numbers import DASH, fmt_count
 from structattn_lab.report.plot import Drawing, label_left, mark_axis, panel_grid, shared_legend, spec_style
+from structattn_lab.report.rows import context_length
 from structattn_lab.report.table import Table
 from structattn_lab.tasks.uptraining.recall import MOST_LOOKED_UP
 
@@ -41,7 +42,7 @@ def healing(record: ComparisonRecord) -> Drawing | None:
         "0.2, the axis is logarithmic above 0.1."
     )
     label = "validation loss above the teacher's, nats per token"
-    drawing = _against_tokens(record, record.metric, label, caption, "Healing.", is_above_teacher=True)
+    drawing = _against_tokens(record, lambda _: record.metric, label, caption, "Healing.", is_above_teacher=True)
     if drawing is not None:
         _mark_losses(drawing[0].axes)
     return drawing
@@ -68,11 +69,12 @@ def recall_healing(record: ComparisonRecord) -> Drawing | None:
     """Recall at the longest distance against the tokens of training, on the validation split; a line for the
     teacher.
     """
-    far = _farthest(record)
-    if far is None:
-        return None
-    caption = f"Recall of a passage {far} tokens before, on {MOST_LOOKED_UP} windows at most; dotted, the teacher."
-    drawing = _against_tokens(record, f"recall_{far}", "share of right guesses", caption, "Recall and healing.")
+    far = {variant: _farthest(record, variant) for variant in _variants(record)}
+    words = _distances(far.values())
+    caption = f"Recall of a passage {words} tokens before, on {MOST_LOOKED_UP} windows at most; dotted, the teacher."
+    drawing = _against_tokens(
+        record, lambda variant: f"recall_{far[variant]}", "share of right guesses", caption, "Recall and healing."
+    )
     if drawing is not None:
         for ax in drawing[0].axes:
             ax.set_ylim(0, 1.02)
@@ -80,27 +82,37 @@ def recall_healing(record: ComparisonRecord) -> Drawing | None:
 
 
 def _against_tokens(
-    record: ComparisonRecord, score: str, label: str, caption: str, title: str, *, is_above_teacher: bool = False
+    record: ComparisonRecord,
+    score_of: Callable[[str | None], str],
+    label: str,
+    caption: str,
+    title: str,
+    *,
+    is_above_teacher: bool = False,
 ) -> Drawing | None:
-    key = f"validation_{score}"
-    rows = [row for row in record.rows if row.histories and key in row.histories[0][0]]
+    """A panel for each variant, of the score that ``score_of`` names for it."""
+    rows = [
+        row for row in record.rows if row.histories and f"validation_{score_of(row.variant)}" in row.histories[0][0]
+    ]
     if not rows:
         return None
-    length = record.config["task"]["context_length"]
     specs = list(dict.fromkeys(row.spec for row in rows))
     figure, panels = panel_grid(len(_variants(record)), 3.4)
     for ax, variant in zip(panels, _variants(record), strict=True):
         teacher = _teacher(record, variant)
-        losses = None if teacher is None else teacher.details.get("validation")
-        zero = losses[score] if losses and is_above_teacher else 0.0
+        score = score_of(variant)
+        key = f"validation_{score}"
+        loss = None if teacher is None else teacher.details.get("validation", {}).get(score)
+        zero = loss if loss is not None and is_above_teacher else 0.0
         for row in rows:
             if row.variant == variant:
-                steps = [entry["step"] * row.batch_size * length for entry in row.histories[0]]
+                tokens = row.batch_size * context_length(record, row)
+                steps = [entry["step"] * tokens for entry in row.histories[0]]
                 curves = [[entry[key] for entry in history] for history in row.histories]
                 mean = [sum(values) / len(values) - zero for values in zip(*curves, strict=False)]
                 ax.plot(steps[: len(mean)], mean, ms=3, lw=1.3, label=row.spec, **spec_style(specs, row.spec))
-        if losses:
-            ax.axhline(losses[score] - zero, color="0.3", lw=1, ls=":", label="teacher")
+        if loss is not None:
+            ax.axhline(loss - zero, color="0.3", lw=1, ls=":", label="teacher")
         ax.set_title(variant or "", fontsize=9, loc="left")
         ax.set_xlabel("tokens of training")
         ax.xaxis.set_major_formatter(lambda value, _: fmt_count(value))
@@ -109,10 +121,15 @@ def _against_tokens(
     return figure, caption, title
 
 
-def _farthest(record: ComparisonRecord) -> int | None:
-    """The longest distance at which recall was measured during training."""
-    recalls = [_recall(row.metrics) for row in record.rows]
+def _farthest(record: ComparisonRecord, variant: str | None) -> int | None:
+    """The longest distance at which recall was measured during training, at a variant of the settings."""
+    recalls = [_recall(row.metrics) for row in record.rows if row.variant == variant]
     return int(recalls[0][-1][0]) if recalls and recalls[0] else None
+
+
+def _distances(distances: Iterable[int | None]) -> str:
+    """Distances in words; empty without any."""
+    return " or ".join(map(str, sorted({distance for distance in distances if distance is not None})))
 
 
 def recall_by_distance(record: ComparisonRecord) -> Drawing | None:
@@ -121,6 +138,7 @@ def recall_by_distance(record: ComparisonRecord) -> Drawing | None:
     if not with_recall:
         return None
     specs = list(dict.fromkeys(row.spec for row in with_recall))
+    distances = sorted({distance for row in with_recall for distance, _ in _recall(row.metrics)})
     figure, panels = panel_grid(len(_variants(record)), 3.2)
     for ax, variant in zip(panels, _variants(record), strict=True):
         for row in with_recall:
@@ -136,9 +154,7 @@ def recall_by_distance(record: ComparisonRecord) -> Drawing | None:
         if teacher is not None and _recall(teacher.metrics):
             ax.plot(*zip(*_recall(teacher.metrics), strict=True), color="0.3", ls=":", label="teacher")
         ax.set_xscale("log", base=2)
-        mark_axis(
-            ax.xaxis, [float(distance) for distance, _ in _recall(with_recall[0].metrics)], lambda value: f"{value:g}"
-        )
+        mark_axis(ax.xaxis, distances, lambda value: f"{value:g}")
         ax.set_ylim(0, 1.02)
         ax.set_title(variant or "", fontsize=9, loc="left")
         ax.set_xlabel("distance to the first passage, tokens")
@@ -183,10 +199,11 @@ class Healed:
 
 def healed_rows(record: ComparisonRecord) -> list[Healed]:
     """The students of a comparison that were scored before and after training, as means over seeds."""
-    key, far = f"validation_{record.metric}", _farthest(record)
-    looked_up = f"validation_recall_{far}"
+    key = f"validation_{record.metric}"
     healed = []
     for row in record.rows:
+        far = _farthest(record, row.variant)
+        looked_up = f"validation_recall_{far}"
         teacher = _teacher(record, row.variant)
         histories = [history for history in row.histories if history and key in history[0] and key in history[-1]]
         if teacher is None or not histories or "cache_bytes" not in row.details:
@@ -242,7 +259,7 @@ def costs(record: ComparisonRecord) -> Table | None:
     if any(row.recalls for row in rows):
         names = ("recall, original", "recall before", "recall after")
         columns += [(name, partial(_fmt_recall, at)) for at, name in enumerate(names)]
-    distance = next((row.distance for row in rows if row.recalls), None)
+    distance = _distances(row.distance for row in rows if row.recalls)
     return Table.of_columns(
         columns,
         rows,
@@ -254,11 +271,7 @@ def costs(record: ComparisonRecord) -> Table | None:
             "before, after: that of the student minus that of the original, before and after training. recovered: the "
             f"share of the loss before training that training won back; {DASH}: nothing was lost; all: the loss is "
             "that of the original or below."
-            + (
-                f" recall: the share of right guesses {distance} tokens after the first passage."
-                if distance is not None
-                else ""
-            ),
+            + (f" recall: the share of right guesses {distance} tokens after the first passage." if distance else ""),
         ),
     )
 

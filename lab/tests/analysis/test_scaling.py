@@ -106,7 +106,8 @@ def test_widths_of_models_without_any_are_refused(tmp_path: Path, capsys) -> Non
 
 
 def row(spec: str, width: int, budget: float, losses: list[float]) -> Row:
-    return made_row(spec, *losses, width=width, budget=budget, compute=0.99 * budget, num_params=width**2)
+    sizes = {"width": width, "budget": budget, "compute": 0.99 * budget, "num_params": width**2}
+    return made_row(spec, *losses, validation=sum(losses) / len(losses), **sizes)
 
 
 def law(budget: float, saved: float = 1.0) -> float:
@@ -138,6 +139,21 @@ def test_the_frontier_takes_the_best_width_and_the_saving_is_found() -> None:
     assert mlr.frontier.fit.exponent == pytest.approx(0.3, rel=0.02)
     assert [law.width for law in mlr.widths] == [64, 128]
     assert read_as(Scaling, json.loads(to_json(found)), "results.json") == found
+
+
+def test_validation_chooses_the_width_and_the_test_does_not() -> None:
+    """Of two widths that are equal but for noise, the lower test loss is luck."""
+    specs = ("standard", "mlr:32|32")
+    swapped = [replace(r, validation=2.0 if r.width == 64 else 1.0) for r in rows(0.8)]
+    found = scaling_laws(swapped, specs)
+    assert [p.width for p in found.series[0].frontier.points] == [128] * 5
+    assert found.series[0].frontier.points[0].losses == next(r for r in swapped if r.width == 128).scores
+    assert "chosen by validation;" in report(made_comparison(tuple(swapped), scaling=found)).tables[0].notes[0]
+    before = made_comparison(tuple(swapped), scaling=scaling_laws(rows(0.8), specs))
+    assert "on the test split by an earlier version" in report(before).tables[0].notes[0]
+    unknown = [replace(swapped[0], validation=math.nan), *swapped[1:]]
+    with pytest.raises(ConfigError, match="width 64 has no finite validation loss"):
+        scaling_laws(unknown, specs)
 
 
 def test_what_noise_hides_is_not_distinguishable() -> None:

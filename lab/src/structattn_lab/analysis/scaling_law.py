@@ -5,7 +5,6 @@ against another.
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -38,39 +37,63 @@ def scaling_laws(rows: Sequence[Row], specs: Sequence[str]) -> Scaling:
             among them.
 
     Raises:
-        ConfigError: a loss that is not positive and finite.
+        ConfigError: a loss that is not positive and finite, or no validation loss to choose a width by.
 
     Cost: 1,000 fits of the bootstrap for each interval, about a second for each law.
 
-    The best width is chosen by the mean over seeds of the losses that are shown, for the baseline and all
-    other methods.
+    The best width at a budget is the one with the lowest validation loss, the mean over seeds, for the
+    baseline and all other methods; the losses of laws are those of the test split.
     """
     baseline = "standard" if "standard" in specs else specs[0]
-    found: dict[tuple[str | None, str], dict[int | None, list[LawPoint]]] = {}
+    found: dict[tuple[str | None, str], dict[int | None, list[Row]]] = {}
     for row in rows:
-        found.setdefault((row.setting, row.spec), {}).setdefault(row.width, []).append(_point(row))
+        found.setdefault((row.setting, row.spec), {}).setdefault(row.width, []).append(row)
     series = []
     for (setting, spec), widths in found.items():
         other = {} if spec == baseline else found.get((setting, baseline), {})
         frontier = _law(None, _best_of(widths), _best_of(other))
-        laws = [_law(width, points, other.get(width, [])) for width, points in widths.items() if width is not None]
+        laws = [
+            _law(width, _points(of_width), _points(other.get(width, [])))
+            for width, of_width in widths.items()
+            if width is not None
+        ]
         series.append(Series(setting=setting, spec=spec, frontier=frontier, widths=tuple(laws)))
     return Scaling(baseline=baseline, series=tuple(series))
 
 
-def _point(row: Row) -> LawPoint:
-    assert row.budget is not None  # without budgets there are no laws
-    return LawPoint(
-        width=row.width, budget=row.budget, compute=row.compute, num_params=row.num_params, losses=row.scores
-    )
+def _points(rows: Sequence[Row]) -> list[LawPoint]:
+    points = []
+    for row in rows:
+        assert row.budget is not None  # without budgets there are no laws
+        points.append(
+            LawPoint(
+                width=row.width, budget=row.budget, compute=row.compute, num_params=row.num_params, losses=row.scores
+            )
+        )
+    return points
 
 
-def _best_of(widths: dict[int | None, list[LawPoint]]) -> list[LawPoint]:
+def _best_of(widths: dict[int | None, list[Row]]) -> list[LawPoint]:
     """The best width at each budget."""
-    budgets: dict[float, list[LawPoint]] = {}
-    for point in (point for points in widths.values() for point in points):
-        budgets.setdefault(point.budget, []).append(point)
-    return [min(points, key=lambda point: statistics.fmean(point.losses)) for points in budgets.values()]
+    budgets: dict[float | None, list[Row]] = {}
+    for row in (row for rows in widths.values() for row in rows):
+        budgets.setdefault(row.budget, []).append(row)
+    return _points([best_width(rows) for rows in budgets.values()])
+
+
+def best_width(rows: Sequence[Row]) -> Row:
+    """Of the rows of a method at one budget, one for each width, the one with the lowest validation loss.
+
+    Raises:
+        ConfigError: there are several, and one has no finite validation loss.
+    """
+    unknown = [row for row in rows if not math.isfinite(row.validation)]
+    if unknown and len(rows) > 1:
+        raise ConfigError(
+            f"{unknown[0].spec} at width {unknown[0].width} has no finite validation loss, by which the best width is "
+            "chosen: leave this width out"
+        )
+    return min(rows, key=lambda row: row.validation)
 
 
 def _law(width: int | None, points: list[LawPoint], baseline: list[LawPoint]) -> Law:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable
 
+from structattn_lab.analysis.scaling_law import best_width
 from structattn_lab.records.comparison import ComparisonRecord, Law, LawPoint, Row, Series
 from structattn_lab.report.comparison import byline, facts
 from structattn_lab.report.figures.scaling import drawings
@@ -82,8 +84,8 @@ def _loss(point: LawPoint) -> str:
 def _notes(record: ComparisonRecord) -> tuple[str, ...]:
     baseline = laws(record).baseline
     words = [
-        f"at each budget the best width counts; {record.metric}: {record.metric_label}, on the test split, lower is "
-        "better",
+        f"at each budget the best width counts, {_chosen_on(record)}; {record.metric}: {record.metric_label}, on the "
+        "test split, lower is better",
         "loss = irreducible + c * compute^-exponent, in forward FLOPs of all training examples; in brackets 95 % "
         "intervals",
         f"compute: what an attention variant needs for a loss, over what {baseline} needs for the same",
@@ -93,6 +95,21 @@ def _notes(record: ComparisonRecord) -> tuple[str, ...]:
     if laws(record).series[0].frontier.fit is None:
         words.append("a law is fitted to three budgets or more")
     return tuple(words)
+
+
+def _chosen_on(record: ComparisonRecord) -> str:
+    """The split that the best widths were chosen on; earlier versions looked at the test split."""
+    for series in laws(record).series:
+        for point in series.frontier.points:
+            rows = [
+                row
+                for row in record.rows
+                if (row.setting, row.spec, row.budget) == (series.setting, series.spec, point.budget)
+                and math.isfinite(row.validation)
+            ]
+            if rows and best_width(rows).width != point.width:
+                return "chosen on the test split by an earlier version (`structattn merge` chooses by validation)"
+    return "chosen by validation"
 
 
 def _verdict(record: ComparisonRecord) -> str:

@@ -24,6 +24,7 @@ from structattn_lab.report.rows import (
     metric_columns,
     named,
     ranked_rows,
+    rates_at_an_end,
     score_of,
     standard_row,
 )
@@ -74,7 +75,10 @@ def _table(record: ComparisonRecord, task: TaskReport) -> Table:
         baselines_title=task.baselines_title,
         words=("settings",),
         bars=record.metric,
-        notes=("; ".join([f"{record.metric}: {record.metric_label}, lower is better", *marks]),),
+        notes=(
+            "; ".join([f"{record.metric}: {record.metric_label}, lower is better", *marks]),
+            *rates_at_an_end(record.rows),
+        ),
     )
 
 

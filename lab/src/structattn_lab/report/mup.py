@@ -58,7 +58,26 @@ def _notes(record: MupRecord) -> tuple[str, ...]:
         words.append(
             f"best rates: of the widths {shown}, tried in factors of 2; spread: log2 of the largest over the smallest"
         )
+        words += _rates_at_an_end(record)
     return tuple(words)
+
+
+def _rates_at_an_end(record: MupRecord) -> list[str]:
+    """A note on the structures whose best rate at some width is the lowest or the highest of those that were
+    tried, so that the spread may be larger; none without such structures.
+    """
+    found = [
+        f"{one.structure} ({KINDS[one.parametrization]}) at width {width}"
+        for one in record.transfers
+        for width, rate in zip(one.widths, one.best_rates, strict=True)
+        if len(one.rates) > 1 and rate in (min(one.rates), max(one.rates))
+    ]
+    if not found:
+        return []
+    return [
+        f"the best rate lies at an end of those that were tried for {', '.join(found)}: a better one may lie beyond, "
+        "and the spread be larger"
+    ]
 
 
 def _verdict(record: MupRecord) -> str:

@@ -70,6 +70,23 @@ def context_lengths(record: ComparisonRecord, rows: Iterable[Row]) -> str:
     return " or ".join(f"{length:,}" for length in sorted({context_length(record, row) for row in rows}))
 
 
+def rates_at_an_end(rows: Iterable[Row]) -> list[str]:
+    """A note on rows whose chosen learning rate is the lowest or the highest of those that were tried, since
+    a better one may lie beyond; none without such rows.
+    """
+    names: dict[str, None] = {}
+    for row in rows:
+        tried = [] if row.sweep is None else [run.learning_rate for run in row.sweep.runs]
+        if len(tried) > 1 and row.learning_rate in (min(tried), max(tried)):
+            names.setdefault(f"{row.spec} ({row.learning_rate:g})")
+    if not names:
+        return []
+    return [
+        f"the best learning rate lies at an end of those that were tried for {', '.join(names)}: more learning_rates "
+        "may have a better one"
+    ]
+
+
 def standard_row(record: ComparisonRecord) -> Row | None:
     """The row of standard attention with a finite score, if the comparison has one."""
     rows = ranked_rows(record)

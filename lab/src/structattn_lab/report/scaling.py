@@ -19,6 +19,7 @@ from structattn_lab.report.rows import (
     mean_loss,
     named,
     point_at,
+    rates_at_an_end,
     row_name,
     series_of,
     settings_of,
@@ -94,7 +95,7 @@ def _notes(record: ComparisonRecord) -> tuple[str, ...]:
         words.append("± standard deviation over seeds")
     if laws(record).series[0].frontier.fit is None:
         words.append("a law is fitted to three budgets or more")
-    return tuple(words)
+    return (*words, *rates_at_an_end(record.rows))
 
 
 def _chosen_on(record: ComparisonRecord) -> str:

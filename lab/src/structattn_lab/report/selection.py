@@ -17,6 +17,7 @@ from structattn_lab.report.rows import (
     group_record,
     metric_columns,
     named,
+    rates_at_an_end,
     searched_settings,
 )
 from structattn_lab.report.table import Line, Table
@@ -75,7 +76,7 @@ def _notes(record: ComparisonRecord) -> tuple[str, ...]:
     ]
     if len(record.seeds) > 1:
         words.append("± standard deviation over seeds")
-    return tuple(words)
+    return (*words, *rates_at_an_end(record.rows[i] for choice in choices_of(record) for i in choice.rows))
 
 
 def _verdict(record: ComparisonRecord) -> str:

@@ -127,6 +127,8 @@ def test_other_comparisons_are_no_parts(tmp_path) -> None:
         "first": first,
         "longer": replace(first, config={**first.config, "training": {"steps": 9, "batch_size": 2}}),
         "recall": replace(first, task="recall"),
+        "near": replace(first, config={**first.config, "variants": ["a: task.dim=4"]}),
+        "far": replace(first, config={**first.config, "variants": ["a: task.dim=8"]}),
         "data": replace(first, data={"text": "another"}),
         "plain": replace(first, config=plain),
         "turned": replace(first, config={**plain, "attention": list(SPECS[1::-1])}),
@@ -137,6 +139,7 @@ def test_other_comparisons_are_no_parts(tmp_path) -> None:
         (("first", "longer"), r"/first and .*/longer are no parts .* training\.steps \(5 and 9\): parts may differ in"),
         (("first", "recall"), r"task \('nearest-neighbor' and 'recall'\)"),
         (("first", "data"), "differ in data"),
+        (("near", "far"), "/near and .*/far have other settings under the name of the variant a: give"),
         (("plain", "turned"), r"the first spec, which decides .* \('standard' and 'bilinear-btt:1'\)"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -305,6 +305,10 @@ def test_a_csv_of_ones_own(tmp_path: Path, capsys) -> None:
             ["compare", "text", "--attention", "standard", "--set", "attention=linear"],
             "--attention and --set attention give the same setting",
         ),
+        (
+            ["train", "nearest-neighbor", "--set", "training.batch_size=1000000000"],
+            "training.batch_size: 1,000,000,000 examples take",
+        ),
         (["compare", "text", "--data", "x", "--set", "task.data=y"], "--data and --set task.data give the same"),
         (
             ["compare", "text", "--budgets", "1e12", "--set", "training.steps=9"],

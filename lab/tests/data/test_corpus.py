@@ -98,10 +98,11 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_a_finished_corpus_is_returned_at_once(tmp_path) -> None:
+def test_a_finished_corpus_is_returned_at_once(tmp_path, monkeypatch) -> None:
     config = config_of(folder_of(tmp_path, texts(60)))
     prepare(config, tmp_path / "corpus", show_progress=False)
     before = files_of(tmp_path / "corpus")
+    monkeypatch.setattr("structattn_lab.data.corpus.preparation.opened", None)  # it may be on a read-only disk
     again = prepare(config, tmp_path / "corpus", resume=True, show_progress=False)
     assert again == Corpus(tmp_path / "corpus").manifest
     assert files_of(tmp_path / "corpus") == before

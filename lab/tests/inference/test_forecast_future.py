@@ -444,6 +444,24 @@ def test_several_settings(tmp_path, monkeypatch) -> None:
         forecast(out, table(), variant="h=12")
 
 
+def test_a_full_disk_leaves_no_half_of_the_output(finished, tmp_path, monkeypatch) -> None:
+    from structattn_lab.inference import forecast as module
+
+    def full(path, content):
+        if path.suffix == ".png":
+            raise CheckpointError(f"cannot write {path}: No space left on device")
+        path.write_text(content)
+
+    options = {"row": "ridge", "horizon": 3}
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "write_atomic", full)
+        with pytest.raises(CheckpointError, match="No space left"):
+            module.forecast_file(finished, finished.parent / "moved.csv", tmp_path / "future.csv", **options)
+    assert list(tmp_path.iterdir()) == []
+    module.forecast_file(finished, finished.parent / "moved.csv", tmp_path / "future.csv", **options)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["future.csv", "future.png"]
+
+
 def test_the_command_writes_a_table_and_a_figure(finished, tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     data = str(finished.parent / "moved.csv")

@@ -63,7 +63,11 @@ def test_without_caches_of_different_sizes_there_is_no_map(tmp_path: Path) -> No
     table = cache_map.report().tables["cache"](one)
     assert table is not None
     assert [line.cells[1] for line in table.lines] == ["128", DASH]
+    for name in ("cache.png", "cache.svg", "mine.png"):
+        (tmp_path / name).write_text("of an earlier report")
     assert not {"cache", "decode-time"} & set(write_figures(drawings(one, report_of(one)), tmp_path))
+    assert not list(tmp_path.glob("cache.*"))
+    assert (tmp_path / "mine.png").exists()
 
 
 @pytest.mark.full

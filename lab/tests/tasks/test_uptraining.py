@@ -417,6 +417,7 @@ SMALL = ["--context-length", "32", "--batch-size", "2"]
         (["--attention", "mlr:20|14|8"], "expected 64, got 20|14|8 = 42. Heads of this model have 64 dimensions"),
         (["--attention", "mlr:32|32,values=16|16"], "expected 64, got 16|16 = 32; in the same proportions: 32|32"),
         (["--attention", "bilinear-btt:1"], "asks for a bilinear scoring, which cannot keep trained"),
+        (["--attention", "heads:3"], "heads:3 averages groups of equal size of the key and value heads"),
         (["--data", "nowhere.txt"], "got no such file"),
         (["--data", "/dev/null"], "expected a text file at /dev/null, got a pipe or a device"),
     ],

@@ -18,6 +18,7 @@ from structattn_lab.records.comparison import BaselineRow, ComparisonRecord, Row
 from structattn_lab.records.environment import origin
 from structattn_lab.report.runs_csv import runs_csv
 from structattn_lab.runs.folders import Owner, differences, opened
+from structattn_lab.settings.recipe import Variation
 
 # Parts have other rows.
 _ROWS = ("attention", "widths", "budgets", "variants")
@@ -82,6 +83,7 @@ def _merged(parts: Sequence[tuple[Path, ComparisonRecord]]) -> ComparisonRecord:
                 f"{folder} and {other_folder} are no parts of one comparison, they differ in {shortened(words)}: parts "
                 f"may differ in {', '.join(_ROWS)}"
             )
+    _check_variants(parts)
     records = [record for _, record in parts]
     rows: dict[Any, Row] = {}
     baselines: dict[Any, BaselineRow] = {}
@@ -108,6 +110,23 @@ def _merged(parts: Sequence[tuple[Path, ComparisonRecord]]) -> ComparisonRecord:
         scaling=scaling_laws(ordered, specs) if config["budgets"] else None,
         search=search(ordered, list(baselines.values())) if config.get("search") else None,
     )
+
+
+def _check_variants(parts: Sequence[tuple[Path, ComparisonRecord]]) -> None:
+    """Raises ``ConfigError`` for variants of one name with other settings, whose rows are told apart by
+    name.
+    """
+    known: dict[str, tuple[Path, dict[str, str]]] = {}
+    for folder, record in parts:
+        for text in record.config.get("variants") or ():
+            variation = Variation.parse(text)
+            settings = {change.name: str(change.text) for change in variation.changes.values()}
+            before, others = known.setdefault(variation.name, (folder, settings))
+            if others != settings:
+                raise ConfigError(
+                    f"{before} and {folder} have other settings under the name of the variant "
+                    f"{shortened(variation.name)}: give the variants of one of them other names"
+                )
 
 
 def _leading(record: ComparisonRecord) -> str | None:

@@ -124,8 +124,14 @@ def forecast_file(
     with doing(f"reading {'ETTh1' if path is None else path}"):
         table = CsvTable(path, time, needs_time=False)
     forecast_table = asked.forecast(table, time)
+    figure, is_new = png(lambda: future_figure(forecast_table)), not out.exists()
     write_atomic(out, _csv(forecast_table))
-    write_atomic(out.with_suffix(".png"), png(lambda: future_figure(forecast_table)))
+    try:
+        write_atomic(out.with_suffix(".png"), figure)
+    except BaseException:  # such as on a full disk: half of the output would stop the next call
+        if is_new:
+            out.unlink(missing_ok=True)
+        raise
     return forecast_table
 
 

@@ -45,16 +45,20 @@ def write_figures(drawings: Drawings, folder: Path) -> dict[str, Figure]:
     """Draws figures and writes each as PNG and SVG, the same bytes for the same data.
 
     Args:
-        drawings: the figures by name, the stem of both files; no file is written of one that shows nothing.
+        drawings: the figures by name, the stem of both files; of one that shows nothing no file is written,
+            and an older one is removed.
         folder: where the files go; made when missing.
     """
     figures = {}
     for name, draw in drawings.items():
         with in_style(name):
             drawing = draw()
-            if drawing is not None:
+            png, svg = folder / f"{name}.png", folder / f"{name}.svg"
+            if drawing is None:  # those of an earlier report with other rows are not left
+                for path in (png, svg):
+                    path.unlink(missing_ok=True)
+            else:
                 canvas, caption, alt = drawing
-                png, svg = folder / f"{name}.png", folder / f"{name}.svg"
                 for path in (png, svg):
                     remove_temporary(folder)
                     write_atomic(path, content(canvas, path.suffix[1:]))

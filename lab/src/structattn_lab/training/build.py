@@ -23,6 +23,7 @@ from structattn_lab.tasks.base import Task
 logger = logging.getLogger(__name__)
 _MOST_SHAPES = 256
 _MOST_LAYERS = 10_000
+_FEW_EXAMPLES = 4096  # of a batch: as many are not counted
 
 
 def spec_for(spec: str, parametrization: Parametrization) -> str:
@@ -57,6 +58,20 @@ def empty_model(task: Task, spec: str, parametrization: Parametrization) -> nn.M
             "GiB: choose a smaller width or fewer layers"
         )
     return model
+
+
+def check_batch(task: Task, config: TrainingConfig) -> None:
+    """Raises ``ConfigError`` for a batch whose examples alone need more memory than this machine has."""
+    if config.batch_size <= _FEW_EXAMPLES:
+        return
+    one = task.batch(0, 0, 1)
+    size = config.batch_size * sum(part.nbytes for part in one.values() if isinstance(part, torch.Tensor))
+    memory = physical_memory()
+    if memory is not None and size > memory:
+        raise ConfigError(
+            f"training.batch_size: {config.batch_size:,} examples take {size / 2**30:,.0f} GiB, and this machine has "
+            f"{memory / 2**30:,.0f} GiB: choose a smaller batch"
+        )
 
 
 def build_model(task: Task, spec: str, parametrization: Parametrization) -> nn.Module:

@@ -20,6 +20,7 @@ from structattn_lab.records.run import Progress
 from structattn_lab.runs import interrupt
 from structattn_lab.settings.training import TrainingConfig
 from structattn_lab.tasks.base import Split, Task
+from structattn_lab.training.build import check_batch
 from structattn_lab.training.checkpoint import has_checkpoints, load_latest
 from structattn_lab.training.finished import is_finished
 from structattn_lab.training.memory import peak_memory_bytes, reset_peak_memory
@@ -104,6 +105,7 @@ def train(
     with named_loss(run.accelerator.process_index, run.accelerator.num_processes):
         finished = run.read_result()
         if finished is None:
+            check_batch(task, config)
             run.write_config(preset)
             run.prepare_training()
             checkpoint = load_latest(run.checkpoints)

@@ -30,7 +30,7 @@ from structattn_lab.data.corpus.tokenizers import (
 )
 from structattn_lab.data.plain_text import ReadingStoppedError
 from structattn_lab.data.splits import SPLITS, DataSplit
-from structattn_lab.runs.folders import OF_EVERY_FOLDER, Owner, opened
+from structattn_lab.runs.folders import OF_EVERY_FOLDER, Owner, finished_in, opened
 
 _RECORD = ("settings", "files", "tokenizer", "documents", "characters", "splits")
 _FEW = 1000
@@ -135,6 +135,9 @@ def prepare(
     """
     settings: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(config)))
     owner = Owner(command="data prepare", task="text", settings=settings, recorded=_recorded_settings)
+    _, finished = finished_in(out, owner, resume=resume, read=lambda folder: _finished(config, folder))
+    if finished is not None:
+        return finished
     with opened(out, owner, resume=resume):
         return _prepared(config, out, settings, show_progress, on_open or (lambda _: None))
 
@@ -142,12 +145,8 @@ def prepare(
 def _prepared(
     config: PrepareConfig, out: Path, settings: dict[str, Any], show_progress: bool, on_open: Callable[[Path], None]
 ) -> dict[str, Any]:
-    """The manifest of the finished or new corpus in a folder."""
+    """The manifest of a new corpus in a folder, or of one that is continued."""
     progress = _begun(out)
-    if progress is not None and (out / MANIFEST).exists():
-        if Path(config.source.path).exists():
-            _check_files(out, progress, _fingerprint(config.source)[0])
-        return Corpus(out).manifest
     fingerprint, size = _fingerprint(config.source)
     if progress is not None:
         _check_files(out, progress, fingerprint)
@@ -177,6 +176,16 @@ def _prepared(
         raise
     write_atomic(out / MANIFEST, signed(manifest))
     return manifest
+
+
+def _finished(config: PrepareConfig, out: Path) -> dict[str, Any] | None:
+    """The manifest of the finished corpus in a folder, which may be read-only; ``None`` if there is none."""
+    progress = _begun(out)
+    if progress is None or not (out / MANIFEST).exists():
+        return None
+    if Path(config.source.path).exists():
+        _check_files(out, progress, _fingerprint(config.source)[0])
+    return Corpus(out).manifest
 
 
 def _recorded_settings(out: Path) -> dict[str, Any] | None:

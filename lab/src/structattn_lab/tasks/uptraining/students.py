@@ -148,14 +148,8 @@ class SharedHeads(_SeesAll):
     count: int
 
     def build(self, model: Any, calibrate: Calibrate, split: Split, length: int) -> Any:
-        old = model.config
-        heads = getattr(old, "num_key_value_heads", None)
-        if heads is None or heads % self.count:
-            raise ConfigError(
-                f"heads:{self.count} averages groups of equal size of the key and value heads of a model, and "
-                f"{type(model).__name__} has {heads}"
-            )
-        config = copy.deepcopy(old)
+        heads = self.check(model.config)
+        config = copy.deepcopy(model.config)
         config.num_key_value_heads = self.count
         weights = {}
         for name, value in model.state_dict().items():
@@ -172,6 +166,18 @@ class SharedHeads(_SeesAll):
                 "has not"
             ) from error
         return shared
+
+    def check(self, config: Any) -> int:
+        """The key and value heads of models with a config of transformers; raises ``ConfigError`` unless they
+        are in groups of equal size.
+        """
+        heads: int | None = getattr(config, "num_key_value_heads", None)
+        if heads is None or heads % self.count:
+            raise ConfigError(
+                f"heads:{self.count} averages groups of equal size of the key and value heads of a model, and this "
+                f"one ({config.model_type}) has {heads}"
+            )
+        return heads
 
     def describe(self) -> str:
         return f"grouped-query attention: {self.count} key and value heads, each the mean of a group"
@@ -312,6 +318,8 @@ def check_student(text: str, config: Any, length: int) -> None:
         dim = getattr(config, "head_dim", None) or (width // heads if heads and width else None)
         hint = f". {ranks_hint(dim, dim)}" if dim is not None and text.startswith("mlr:") else ""
         raise ConfigError(f"{error}{hint}") from error
+    if isinstance(form, SharedHeads):
+        form.check(config)
     if isinstance(form, Structured):
         from transformers import AutoModelForCausalLM
 

@@ -255,6 +255,23 @@ def test_a_source_that_has_changed_is_not_continued(tmp_path) -> None:
     assert files_of(out) == before
 
 
+@pytest.mark.parametrize("left", ["finished", "unfinished"])
+def test_an_edit_that_keeps_the_size_of_a_file_is_noticed(tmp_path, left) -> None:
+    folder, out = folder_of(tmp_path, texts(60)), tmp_path / "corpus"
+    prepare(config_of(folder), out, show_progress=False)
+    if left == "unfinished":
+        (out / "manifest.json").unlink()
+    path = sorted(folder.iterdir())[0]
+    text = path.read_text()
+    path.write_text(text)  # a copy of the same text, made later
+    prepare(config_of(folder), out, resume=True, show_progress=False)
+    if left == "unfinished":
+        (out / "manifest.json").unlink()
+    path.write_text("X" + text[1:])
+    with pytest.raises(ConfigError, match="when its source had other text: begin anew in another folder"):
+        prepare(config_of(folder), out, resume=True, show_progress=False)
+
+
 def test_damaged_sources_are_named(tmp_path) -> None:
     packed = gzip.compress(np.random.default_rng(0).bytes(4000).hex().encode())
     for name, data in (("cut", packed[: len(packed) // 2]), ("wrong", packed[:200] + bytes(50) + packed[250:])):

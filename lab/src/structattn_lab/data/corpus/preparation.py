@@ -18,8 +18,8 @@ from structattn.errors import CheckpointError, ConfigError, DataError
 from structattn.files import TEMPORARY, read_signed, remove_temporary, signed, write_atomic
 from structattn.progress import progress_bar
 from structattn_lab.data.corpus.corpus import MANIFEST, Corpus
-from structattn_lab.data.corpus.documents import Source
-from structattn_lab.data.corpus.shards import PROGRESS, ShardWriter
+from structattn_lab.data.corpus.documents import Document, Source
+from structattn_lab.data.corpus.shards import PROGRESS, ShardWriter, text_sha256
 from structattn_lab.data.corpus.tokenizers import (
     BytePairs,
     Bytes,
@@ -150,8 +150,10 @@ def _prepared(
     fingerprint, size = _fingerprint(config.source)
     if progress is not None:
         _check_files(out, progress, fingerprint)
-    documents = config.source.documents(skip=0 if progress is None else progress["documents"])
-    if progress is None:
+    documents = config.source.documents()
+    if progress is not None:
+        _check_text(out, progress, documents)
+    else:
         documents = chain(list(islice(documents, 1)), documents)  # what cannot be read at all is named first
     on_open(out)
     remove_temporary(out)
@@ -162,7 +164,7 @@ def _prepared(
             bar.update(writer.num_characters)
             for document in documents:
                 split = split_of(document.text, config.validation, config.test)
-                waiting = writer.add(split, tokenizer.encode(document.text, document.name), len(document.text))
+                waiting = writer.add(split, tokenizer.encode(document.text, document.name), document.text)
                 bar.update(len(document.text))
                 if waiting >= config.shard_tokens:
                     writer.flush()
@@ -185,6 +187,9 @@ def _finished(config: PrepareConfig, out: Path) -> dict[str, Any] | None:
         return None
     if Path(config.source.path).exists():
         _check_files(out, progress, _fingerprint(config.source)[0])
+        written = (out / MANIFEST).stat().st_mtime_ns
+        if any(Path(path).stat().st_mtime_ns > written for path in config.source.files() or ()):
+            _check_text(out, progress, config.source.documents())
     return Corpus(out).manifest
 
 
@@ -257,6 +262,17 @@ def _check_files(out: Path, progress: dict[str, Any], fingerprint: str | None) -
         raise ConfigError(
             f"{out} was begun when its source had other files, or files of other sizes: begin anew in another folder"
         )
+
+
+def _check_text(out: Path, progress: dict[str, Any], documents: Iterator[Document]) -> None:
+    """Reads the documents that a corpus has already; raises ``ConfigError`` if they are not those that it was
+    made from, also where the sizes of their files are the same.
+    """
+    found = ""
+    for document in islice(documents, progress["documents"]):
+        found = text_sha256(found, document.text)
+    if progress.get("text", found) != found:
+        raise ConfigError(f"{out} was begun when its source had other text: begin anew in another folder")
 
 
 def _tokenizer(config: PrepareConfig) -> Tokenizer:

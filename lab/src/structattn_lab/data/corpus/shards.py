@@ -52,6 +52,11 @@ class _Buffer:
         self._tokens, self._lengths = bytearray(), array(LENGTH_TYPE.char)
 
 
+def text_sha256(before: str, text: str) -> str:
+    """The digest of documents in their order, from that of those before a text."""
+    return hashlib.sha256(before.encode() + text.encode("utf-8", errors="surrogatepass")).hexdigest()
+
+
 class ShardWriter:
     """Writes shards and, after each, the record from which a later call continues."""
 
@@ -65,7 +70,7 @@ class ShardWriter:
     ) -> None:
         self.out, self.vocab_size = out, tokenizer.vocab_size
         self.dtype = np.dtype("<u1" if self.vocab_size <= 2**8 else "<u2" if self.vocab_size <= 2**16 else "<u4")
-        written = progress or {"documents": 0, "characters": 0, "splits": {name: [] for name in SPLITS}}
+        written = progress or {"documents": 0, "characters": 0, "text": "", "splits": {name: [] for name in SPLITS}}
         self._record: dict[str, Any] = {
             "settings": settings,
             "files": files,
@@ -74,6 +79,8 @@ class ShardWriter:
             "characters": int(written["characters"]),
             "splits": {name: written["splits"][name] for name in SPLITS},
         }
+        if "text" in written:  # of a corpus of an earlier version it is not known
+            self._record["text"] = written["text"]
         # Each buffer adds its shards to the list in the record.
         self._buffers = {name: _Buffer(self.dtype, shards) for name, shards in self._record["splits"].items()}
 
@@ -87,12 +94,14 @@ class ShardWriter:
         """Their characters."""
         return int(self._record["characters"])
 
-    def add(self, split: DataSplit, tokens: npt.NDArray[Any], characters: int) -> int:
+    def add(self, split: DataSplit, tokens: npt.NDArray[Any], text: str) -> int:
         """Adds a document; returns the number of tokens of this split in memory."""
         if len(tokens):
             self._buffers[split].add(tokens)
         self._record["documents"] += 1
-        self._record["characters"] += characters
+        self._record["characters"] += len(text)
+        if "text" in self._record:
+            self._record["text"] = text_sha256(self._record["text"], text)
         return self._buffers[split].num_tokens
 
     def flush(self) -> None:

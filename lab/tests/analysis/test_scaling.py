@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from made_records import made_comparison, made_row
@@ -161,6 +162,22 @@ def test_what_noise_hides_is_not_distinguishable() -> None:
     multiplier = found.series[1].frontier.multiplier
     assert not multiplier.is_distinguishable
     assert multiplier.interval[0] < 0.99 < multiplier.interval[1]
+
+
+@pytest.mark.full
+def test_intervals_of_few_seeds_contain_the_truth() -> None:
+    """Of two seeds at three budgets, 19 times in 20."""
+    rng, compute = np.random.default_rng(0), np.array([2e12, 6.3e12, 2e13])
+
+    def measured(compute, share):
+        return compute, [rng.normal(1.2 + (of * share / 1e12) ** -0.4, 0.01, 2) for of in compute]
+
+    found = [
+        scaling_law.compute_multiplier(measured(compute, 1.0), measured(compute, 1.25), replicates=300)
+        for _ in range(150)
+    ]
+    contained = [low <= 0.8 <= high for low, high in (share.interval for share in found)]
+    assert np.mean(contained) > 0.91
 
 
 def test_without_three_budgets_nothing_is_fitted_and_without_spread_no_interval_is_given() -> None:

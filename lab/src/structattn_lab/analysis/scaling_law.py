@@ -219,27 +219,37 @@ def _best(logs: Floats, losses: Floats, weights: Floats, exponents: Floats) -> F
 
 
 def _replicates(points: Floats, values: list[Floats], count: int, rng: np.random.Generator) -> Floats:
-    """Bootstrap samples of losses (count, n): seeds are resampled at every point, and deviations of points
-    from the law are those of other points."""
-    means = _means(values)
+    """Samples of the mean losses (count, n), as other seeds and other points near the law could have given.
+
+    Relative deviations of seeds, and those of points, have one variance at all budgets, which is estimated
+    from few: each sample has another one, as the estimate leaves it open, so that all of them have Student's
+    distribution.
+    """
+    means, counts = _means(values), np.array([len(of_point) for of_point in values])
     law = _power_law(points, _fit(points, means[None]))
     fitted = np.array([law.loss(c) for c in points])
-    residuals = np.log(means / fitted)
-    # Three parameters were fitted, so residuals are smaller than errors.
-    residuals = (residuals - residuals.mean()) * math.sqrt(len(points) / max(1, len(points) - 3))
-    drawn = fitted * np.exp(rng.choice(residuals, size=(count, len(points))))
-    for i, of_point in enumerate(values):
-        if len(of_point) > 1:
-            again = rng.choice(of_point, size=(count, len(of_point))).mean(1) / means[i]
-            drawn[:, i] *= 1 + (again - 1) * math.sqrt(len(of_point) / (len(of_point) - 1))
-    return drawn
+    of_seeds, of_points = int((counts - 1).sum()), len(points) - _NUM_PARAMS
+    variance = 0.0
+    noise = np.zeros((count, len(points)))
+
+    def student(freedom: int) -> Floats:
+        return rng.standard_normal(noise.shape) * np.sqrt(freedom / rng.chisquare(freedom, (count, 1)))
+
+    if of_seeds:
+        variance = sum(float((x / x.mean() - 1) @ (x / x.mean() - 1)) for x in values) / of_seeds
+        noise += student(of_seeds) * np.sqrt(variance / counts)
+    if of_points > 0:
+        residuals = np.log(means / fitted)
+        beyond = residuals @ residuals / of_points - float((variance / counts).mean())  # what seeds do not explain
+        noise += student(of_points) * math.sqrt(max(0.0, beyond))
+    return fitted * np.exp(noise)
 
 
 def law_intervals(
     compute: Sequence[float] | Floats, losses: Losses, *, replicates: int = 1000, seed: int = 0
 ) -> dict[str, tuple[float, float]]:
-    """95 % intervals (low, high) of ``irreducible``, ``coefficient`` and ``exponent``, by a bootstrap over
-    seeds and points.
+    """95 % intervals (low, high) of ``irreducible``, ``coefficient`` and ``exponent``, by a parametric
+    bootstrap over seeds and points.
 
     Args:
         compute, losses: as ``fit_power_law``.

@@ -521,6 +521,12 @@ class LevelCache(OneLayerCache):
             _give_scores(self._kept, token_scores)
         return self._kept
 
+    def check_heads(self, keys: tuple[int, int], values: tuple[int, int]) -> None:
+        """Raises ``ConfigError`` or ``ShapeError`` where tokens whose keys and values have these heads and
+        dimensions could not be kept. No memory is taken.
+        """
+        self._empty(TokenShape(1, keys, values, torch.float32, torch.device("meta")))
+
     def _empty(self, shape: TokenShape) -> Contents | HeadContents:
         options = {name: getattr(self, name) for name in _OPTIONS}
         return contents_of(shape, padding=self._padding, **options)

@@ -271,7 +271,7 @@ def _check_text(out: Path, progress: dict[str, Any], documents: Iterator[Documen
     found = ""
     for document in islice(documents, progress["documents"]):
         found = text_sha256(found, document.text)
-    if progress.get("text", found) != found:
+    if progress.get("text_sha256", found) != found:
         raise ConfigError(f"{out} was begun when its source had other text: begin anew in another folder")
 
 

@@ -70,7 +70,8 @@ class ShardWriter:
     ) -> None:
         self.out, self.vocab_size = out, tokenizer.vocab_size
         self.dtype = np.dtype("<u1" if self.vocab_size <= 2**8 else "<u2" if self.vocab_size <= 2**16 else "<u4")
-        written = progress or {"documents": 0, "characters": 0, "text": "", "splits": {name: [] for name in SPLITS}}
+        new = {"documents": 0, "characters": 0, "text_sha256": "", "splits": {name: [] for name in SPLITS}}
+        written: dict[str, Any] = progress or new
         self._record: dict[str, Any] = {
             "settings": settings,
             "files": files,
@@ -79,8 +80,8 @@ class ShardWriter:
             "characters": int(written["characters"]),
             "splits": {name: written["splits"][name] for name in SPLITS},
         }
-        if "text" in written:  # of a corpus of an earlier version it is not known
-            self._record["text"] = written["text"]
+        if "text_sha256" in written:  # of a corpus of an earlier version it is not known
+            self._record["text_sha256"] = written["text_sha256"]
         # Each buffer adds its shards to the list in the record.
         self._buffers = {name: _Buffer(self.dtype, shards) for name, shards in self._record["splits"].items()}
 
@@ -100,8 +101,8 @@ class ShardWriter:
             self._buffers[split].add(tokens)
         self._record["documents"] += 1
         self._record["characters"] += len(text)
-        if "text" in self._record:
-            self._record["text"] = text_sha256(self._record["text"], text)
+        if "text_sha256" in self._record:
+            self._record["text_sha256"] = text_sha256(self._record["text_sha256"], text)
         return self._buffers[split].num_tokens
 
     def flush(self) -> None:

@@ -7,21 +7,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from structattn.cache.contents import TokenShape
-from structattn.cache.head_contents import contents_of
+from structattn.cache.level_cache import LevelCache
 from structattn.cache.storage import (
-    PAGE_SIZE,
     ModelStorage,
     chooses_tokens,
     storage_data,
     storage_of_heads,
     storage_of_layers,
 )
-from structattn.cache.tokens import check_options
 from structattn.checks import check_path, check_type
 from structattn.errors import ConfigError, StructAttnError
 from structattn.integrations.hub import source_config
@@ -274,13 +270,10 @@ def _check_caches(record: StructureRecord, attention: Mapping[int, FoundAttentio
     storages = storage_of_layers(record.storage, len(record.specs))
     for number, layer in attention.items():
         variant = record.structure(layer.module, number).variant.within(layer.window, layer.chunk_size)
-        sizes = {"window": variant.window, "chunk_size": variant.chunk_size, "max_length": None, "page_size": PAGE_SIZE}
-        options: dict[str, Any] = {"layout": variant.layout, "latent": None, "storage": storages[number], **sizes}
-        keys, values = (layer.num_kv_heads, layer.head_dim), (layer.num_kv_heads, layer.value_dim)
-        shape = TokenShape(1, keys, values, torch.float32, torch.device("meta"))  # without tokens it takes no memory
+        window, chunk_size = variant.window, variant.chunk_size
         try:
-            check_options(**options)
-            contents_of(shape, padding=None, **options)
+            cache = LevelCache(variant.layout, window=window, chunk_size=chunk_size, storage=storages[number])
+            cache.check_heads((layer.num_kv_heads, layer.head_dim), (layer.num_kv_heads, layer.value_dim))
         except StructAttnError as error:
             raise ConfigError(f"the cache of layer {number} cannot be made: {error}") from error
 

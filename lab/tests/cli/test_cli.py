@@ -312,7 +312,7 @@ def test_a_csv_of_ones_own(tmp_path: Path, capsys) -> None:
         (["compare", "text", "--data", "x", "--set", "task.data=y"], "--data and --set task.data give the same"),
         (
             ["compare", "text", "--budgets", "1e12", "--set", "training.steps=9"],
-            "--set training.steps would be lost, since budgets set it: leave it out, or give --set 'budgets=()' as well",
+            "--set training.steps would be lost, since budgets set it: leave it out, or give --set 'budgets=()' too",
         ),
         (
             ["compare", "icl-regression", "--preset", "bottleneck", "--set", "training.lr=0.1"],

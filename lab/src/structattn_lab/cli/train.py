@@ -230,7 +230,7 @@ class CompareCommand(TaskCommand):
             axis = recipe.lost(name)
             if axis and axis not in known_before:
                 raise ConfigError(
-                    f"{written} would be lost, since {axis} set it: leave it out, or give --set '{axis}=()' as well"
+                    f"{written} would be lost, since {axis} set it: leave it out, or give --set '{axis}=()' too"
                 )
 
 

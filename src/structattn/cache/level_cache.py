@@ -287,7 +287,8 @@ class LevelCache(OneLayerCache):
 
         Raises:
             ShapeError: a shape, dtype or device does not fit, or is not that of the first tokens.
-            ConfigError: a layout is missing, not needed, or has other levels.
+            ConfigError: a layout is missing, not needed, or has other levels; a derivative is asked for where
+                numbers have fewer bits; or ``torch.vmap`` maps over k or v.
             BackendUnavailableError: the named backend cannot run here; the message says why.
         """
         # Before anything is made of them: of a step over a short cache that would be a tenth.

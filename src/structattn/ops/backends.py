@@ -26,6 +26,7 @@ from structattn.ops.checks import is_eager, is_onnx_export, is_transformed
 from structattn.ops.costs import Work, costs_here
 from structattn.ops.native import backend as native
 from structattn.ops.native import library
+from structattn.ops.terms import needs_gradient
 from structattn.tracing import constant_when_traced
 
 Backend = Literal["auto", "reference", "blocked", "native", "triton"]
@@ -239,7 +240,7 @@ def _is_masked_twice(call: Call) -> bool:
 def _needs_bias_gradient(call: Call) -> bool:
     """Whether a bias, or a mask of numbers, has a gradient, which the C++ code leaves to ``blocked``."""
     bias = call.terms.attn_mask if call.terms.attn_bias is None else call.terms.attn_bias
-    return bias is not None and torch.is_grad_enabled() and bias.requires_grad
+    return needs_gradient(bias)
 
 
 def _levels(call: Call) -> str:

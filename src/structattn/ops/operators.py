@@ -23,7 +23,7 @@ from structattn.ops import derivatives, flat_layout
 from structattn.ops.backends import TABLE, BackendRow
 from structattn.ops.call import Call
 from structattn.ops.checks import is_eager, is_transformed, without_autocast
-from structattn.ops.terms import ScoreTerms
+from structattn.ops.terms import ScoreTerms, needs_gradient
 from structattn.tracing import Untraced
 
 # The options of a ``Call`` in the terms of an operator's schema: the tensors, the one with a gradient first,
@@ -336,10 +336,6 @@ class _Eager(torch.autograd.Function):
         return *gradients, None, None
 
 
-def _needs_gradient(*tensors: Tensor | None) -> bool:
-    return any(x is not None and x.requires_grad for x in tensors)
-
-
 def attention(q: Tensor, k: Tensor, v: Tensor, call: Call, row: BackendRow) -> tuple[Tensor, Tensor | None]:
     """Runs a backend, differentiably.
 
@@ -366,9 +362,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, call: Call, row: BackendRow) -> t
         )
     result: tuple[Tensor, Tensor]
     if is_eager(q) and is_eager(k) and is_eager(v) and not is_transformed():
-        if not (
-            torch.is_grad_enabled() and _needs_gradient(q, k, v, call.terms.attn_bias)
-        ):  # a quarter of a short call
+        if not needs_gradient(q, k, v, call.terms.attn_bias):  # a quarter of a short call
             with without_autocast(q):
                 return row.forward(q, k, v, call)
         result = _Eager.apply(q, k, v, call.terms.attn_bias, call, row)  # type: ignore[no-untyped-call]

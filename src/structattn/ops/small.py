@@ -35,7 +35,7 @@ from structattn.layout.levels import LevelLayout
 from structattn.ops import sdpa, small_causal
 from structattn.ops.call import Call
 from structattn.ops.checks import is_eager
-from structattn.ops.terms import all_but
+from structattn.ops.terms import all_but, needs_gradient
 
 NARROW = 16  # from this number of dimensions on, products read rows as fast as features
 NARROW_HEAD = 8  # with gradients, up to this number of dimensions PyTorch's fused kernel is slower
@@ -63,9 +63,7 @@ def suits(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) -> bool
     has_spans = small_causal.suits(q, k, call)
     if not has_spans and not holds(num_queries * num_keys <= MOST_SCORES_PER_HEAD_AT_ONCE):
         return False
-    has_gradient = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (q, k, v, call.terms.sinks)
-    )
+    has_gradient = needs_gradient(q, k, v, call.terms.sinks)
     if len(layout.ranks) == 1:
         is_fused = dim == v.shape[3] and sdpa.suits(q, k, v, call, call.terms.sinks is not None)
         if (is_fused and not (has_gradient and dim <= NARROW_HEAD)) or not holds(num_queries > 1):
@@ -139,7 +137,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, None]:
             scale=1.0 if levels is not None else call.one_level_scale,
             softcap=call.terms.softcap,
             hidden=hidden,
-            keeps_tanh=torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
+            keeps_tanh=needs_gradient(q, k, v),
             shape=(*front, repeats, num_queries, k.shape[1]),
         )
         sinks = None

@@ -19,7 +19,7 @@ from structattn.ops import checks
 from structattn.ops.by_heads import check_key_heads, joined, query_heads, select_heads, terms_of
 from structattn.ops.call import Call, Pairs
 from structattn.ops.reference import with_sinks
-from structattn.ops.terms import ScoreTerms
+from structattn.ops.terms import ScoreTerms, needs_gradient
 from structattn.parallel.agreement import agreed_lengths
 from structattn.parallel.exchange_plan import exchange_plan
 from structattn.parallel.partial_attention import constant_scale
@@ -300,5 +300,5 @@ def _description(
         "alibi_slopes": None if slopes is None else slopes.tolist(),
         "sinks": terms.sinks is not None,
         "cu_seqlens": None if cu_seqlens is None else cu_seqlens.tolist(),
-        "whether a backward pass will follow": torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)),
+        "whether a backward pass will follow": needs_gradient(q, k, v),
     }

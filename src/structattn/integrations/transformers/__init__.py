@@ -47,6 +47,7 @@ from structattn.integrations.transformers.caches.model_cache import LevelCaches,
 from structattn.integrations.transformers.calibration.allocate import Allocation, allocate  # noqa: E402
 from structattn.integrations.transformers.calibration.collect import calibrate  # noqa: E402
 from structattn.integrations.transformers.calibration.record import Calibration  # noqa: E402
+from structattn.integrations.transformers.calibration.rotate_values import rotate_values  # noqa: E402
 from structattn.integrations.transformers.calibration.splits import register_split  # noqa: E402
 from structattn.integrations.transformers.evaluation.evaluate import evaluate_cache  # noqa: E402
 from structattn.integrations.transformers.evaluation.scores import CacheScores  # noqa: E402
@@ -99,6 +100,7 @@ __all__ = [
     "register_adapter",
     "register_attention",
     "register_split",
+    "rotate_values",
     "sequence_shard",
     "shard_sequences",
     "structurize",

@@ -73,15 +73,15 @@ class Absorption:
         for projections, layer, layout in self.parts:
             if layout.value_ranks is not None and projections.value is not None and projections.out is not None:
                 basis = value_basis(self.calibration, layer, layout)
-                _multiply_outputs(projections.value, basis)
-                _multiply_inputs(projections.out, torch.linalg.inv(basis))
+                multiply_outputs(projections.value, basis)
+                multiply_inputs(projections.out, torch.linalg.inv(basis))
             if layer.has_key_basis and projections.query is not None and projections.key is not None:
                 has_bias = getattr(projections.key.layer, "bias", None) is not None
                 queries, keys, _ = key_basis(layer, centered=has_bias)
                 if has_bias:
                     _shift(projections.key, -layer.moments.key_sum / layer.moments.tokens)
-                _multiply_outputs(projections.query, queries)
-                _multiply_outputs(projections.key, keys)
+                multiply_outputs(projections.query, queries)
+                multiply_outputs(projections.key, keys)
 
 
 _FIELDS = {"values": "value", "output": "out", "queries": "query", "keys": "key"}
@@ -95,7 +95,7 @@ def _needs(layer: LayerCalibration, layout: LevelLayout | None) -> bool:
     return layout.value_ranks is not None or layer.has_key_basis
 
 
-def _multiply_outputs(rows: Rows, matrices: Tensor) -> None:
+def multiply_outputs(rows: Rows, matrices: Tensor) -> None:
     """Output features x of each head become x A; (G, D, D), and heads are grouped."""
     layer: Any = rows.layer
     is_first = not isinstance(layer, Conv1D)  # the axis of outputs
@@ -105,7 +105,7 @@ def _multiply_outputs(rows: Rows, matrices: Tensor) -> None:
             _multiply(layer.bias, index, matrix, axis=0)
 
 
-def _multiply_inputs(rows: Rows, matrices: Tensor) -> None:
+def multiply_inputs(rows: Rows, matrices: Tensor) -> None:
     """The layer reads features x A of each head as it read x; ``matrices`` are the inverses of A, (G, V, V),
     and heads are grouped.
     """

@@ -232,6 +232,18 @@ def test_without_levels_dimensions_are_those_of_the_first_batch() -> None:
     assert both.layers[0].moments.tokens == 2 * first.layers[0].moments.tokens
 
 
+@pytest.mark.parametrize("measured", ["bits", "nothing"])
+def test_levels_that_were_not_measured_are_not_chosen(measured) -> None:
+    model = trained(llama) if measured == "bits" else trained(llama).model  # without a head nothing is measured
+    ids = tokens(1, 64)
+    found = calibrate(model, [ids], methods=("tokens", "bits"))
+    assert repr(found).endswith(f"measured: {measured})")
+    for options in ({"methods": ("levels",)}, {"ranks": "uniform"}, {} if measured == "nothing" else {"ranks": "uniform"}):
+        with pytest.raises(ConfigError, match="this calibration has not measured (levels|any method of allocate)"):
+            allocate(found, compression=1.5, context_length=256, **options)
+    assert repr(calibrate(model, [ids])).endswith("levels)")
+
+
 def test_a_window_hides_far_keys() -> None:
     found = calibrated(_small_window())
     assert bool((found.layers[0].moments.value_effects[2] != 0).any())  # the first queries of a block

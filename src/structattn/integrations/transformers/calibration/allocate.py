@@ -194,21 +194,32 @@ def _methods_of(methods: Sequence[Method] | None, calibration: Calibration, rank
             found.add("tokens")
         elif calibration.effects is not None:
             found.add("heads")
-        return {"levels"} if ranks == "uniform" or not found else found
-    chosen = checked_methods(methods)
+        chosen: set[Method] = {"levels"} if ranks == "uniform" or not found else found
+    else:
+        chosen = checked_methods(methods)
     if "levels" in chosen and len(chosen) > 1:
         raise ConfigError("levels are chosen alone: give methods=('levels',), or others without it")
     if {"heads", "tokens"} <= chosen:
         raise ConfigError("of far tokens either some are chosen or all are dropped: give 'tokens' or 'heads', not both")
     if "levels" not in chosen and ranks == "uniform":
         raise ConfigError("ranks='uniform' is for levels: give methods=('levels',), or leave ranks away")
-    known = {"tokens": calibration.tokens is not None, "bits": calibration.bits is not None, "levels": True}
-    known["heads"] = calibration.effects is not None
+    known: dict[Method, bool] = {
+        "tokens": calibration.tokens is not None,
+        "bits": calibration.bits is not None,
+        "heads": calibration.effects is not None,
+        "levels": calibration.has_levels,
+    }
+    if not any(known.values()):
+        raise ConfigError(
+            "this calibration has not measured any method of allocate: calibrate a causal language model on texts of "
+            "at least 128 tokens, or with 'levels' in methods="
+        )
     for method in sorted(chosen):
         if not known[method]:
+            models = "" if method == "levels" else ", for causal language models, on texts of at least 128 tokens"
             raise ConfigError(
                 f"this calibration has not measured {method}: calibrate(model, batches, methods=...) with {method!r} "
-                "among them does, for causal language models, on texts of at least 128 tokens"
+                f"among them does{models}"
             )
     return chosen
 

@@ -155,10 +155,16 @@ class Calibration:
         """What was measured, in a line."""
         measured = {"tokens": self.tokens, "heads": self.effects, "bits": self.bits}
         names = [name for name, found in measured.items() if found is not None]
+        names += ["levels"] if self.has_levels else []
         return (
             f"Calibration({len(self.layers)} attention layers, texts of up to {self.context_length:,} tokens, "
-            f"measured: {', '.join([*names, 'levels'])})"
+            f"measured: {', '.join(names) or 'nothing'})"
         )
+
+    @property
+    def has_levels(self) -> bool:
+        """Whether it was measured what each layer matters, without which no levels can be chosen."""
+        return any(layer.sensitivity > 0 for layer in self.layers)
 
     @property
     def digest(self) -> str:

@@ -15,6 +15,7 @@ from transformers.masking_utils import eager_mask
 
 from structattn.integrations.transformers import structurize
 from structattn.integrations.transformers.attention.adapters import adapted_class
+from structattn.integrations.transformers.calibration.discovery import find_attention
 from structattn.testing.tolerances import SAME_MODEL, SIX_DIGITS
 
 RANKS, BLOCKS, CONTEXT = (8, 4, 4), (16, 8, 4), 16
@@ -127,3 +128,15 @@ def test_levels_by_the_definition_at_two_places_of_the_text(family) -> None:
         found, wanted = logits(model, shift), logits(expected, shift)
         assert (found - wanted).abs().max() <= limit
         assert (found - plain).abs().max() > 100 * limit
+
+
+@pytest.mark.parametrize(("family", "bias"), [("gpt_oss", 3.0), ("gpt_neox", 50.0), ("qwen2", 50.0)])
+def test_pairs_are_found_under_large_biases_in_16_bits(family, bias) -> None:
+    model, _ = make(family)
+    expected = [layer.rotation for layer in find_attention(model)]
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("q_proj.bias", "k_proj.bias", "query_key_value.bias")):
+                parameter.copy_(bias * torch.randn_like(parameter))
+    assert [layer.rotation for layer in find_attention(model.bfloat16())] == expected

@@ -360,12 +360,13 @@ def _rotation(calls: tuple[_Call, ...], head_dim: int) -> Rotation | None:
     module, first = calls[0].module, calls[0].query
     if first.is_meta:
         return read_rotation(module, head_dim)
-    pairings = [_rotated_pairs(_rows(first), _rows(call.query)) for call in calls[1:]]
+    still, noise = _rows(first), _noise(first)
+    pairings = [_rotated_pairs(still, _rows(call.query), noise) for call in calls[1:]]
     if None in pairings:
         return read_rotation(module, head_dim)
     pairs: set[tuple[int, int]] = set().union(*(each for each in pairings if each is not None))
     if not pairs:
-        return None
+        return None if noise < _LEFT * float(still.square().mean()) else read_rotation(module, head_dim)
     low, high = min(pairs)
     distance = high - low
     rotation = Rotation("adjacent", head_dim) if distance == 1 < head_dim // 2 else Rotation("halves", 2 * distance)
@@ -385,9 +386,20 @@ def _rows(x: Tensor) -> Tensor:
     return (rows - rows.mean(dim=2, keepdim=True)).flatten(0, 2)
 
 
-def _rotated_pairs(still: Tensor, moved: Tensor) -> set[tuple[int, int]] | None:
+def _noise(x: Tensor) -> float:
+    """An upper bound of the mean square of what queries (B, H, T, D) are rounded by: that of the largest
+    dimension, since a pair takes the rounding of both, and cosines and sines are rounded too.
+    """
+    largest = float(x.double().square().mean(dim=(0, 1, 2)).max())
+    return (torch.finfo(x.dtype).eps ** 2) * largest
+
+
+def _rotated_pairs(still: Tensor, moved: Tensor, noise: float) -> set[tuple[int, int]] | None:
     """The pairs of dimensions that are rotated together; ``None`` if a dimension is no linear map of two of
     those at the first position.
+
+    Args:
+        noise: mean square of the rounding of a number.
 
     They are none where positions are added to the hidden state. Each dimension is regressed on itself, and on
     itself and any other.
@@ -407,7 +419,8 @@ def _rotated_pairs(still: Tensor, moved: Tensor) -> set[tuple[int, int]] | None:
     is_singular = determinant <= 1e-9 * square[:, None] * square
     left = (1 - fitted / determinant.clamp(min=1e-300) / total[:, None]).masked_fill(is_singular, torch.inf)
     least, partner = left.min(dim=1)
-    rotated = (alone > _MOVED).nonzero().flatten().tolist()
-    if any(least[i] > _LEFT * alone[i] for i in rotated):
+    rounding = noise * len(moved) / total
+    rotated = (alone > _MOVED + rounding).nonzero().flatten().tolist()
+    if any(least[i] > _LEFT * alone[i] + rounding[i] for i in rotated):
         return None
     return {(min(i, j), max(i, j)) for i in rotated for j in (int(partner[i]),)}

@@ -238,7 +238,11 @@ def test_levels_that_were_not_measured_are_not_chosen(measured) -> None:
     ids = tokens(1, 64)
     found = calibrate(model, [ids], methods=("tokens", "bits"))
     assert repr(found).endswith(f"measured: {measured})")
-    for options in ({"methods": ("levels",)}, {"ranks": "uniform"}, {} if measured == "nothing" else {"ranks": "uniform"}):
+    for options in (
+        {"methods": ("levels",)},
+        {"ranks": "uniform"},
+        {} if measured == "nothing" else {"ranks": "uniform"},
+    ):
         with pytest.raises(ConfigError, match="this calibration has not measured (levels|any method of allocate)"):
             allocate(found, compression=1.5, context_length=256, **options)
     assert repr(calibrate(model, [ids])).endswith("levels)")
@@ -559,6 +563,17 @@ def test_refused_calibrations() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             calibrate(model, [IDS], **options)
+    with torch.device("meta"), pytest.raises(ConfigError, match="is on the meta device"):
+        calibrate(llama(), [IDS])
+    with pytest.raises(
+        ConfigError, match=r"GPT2LMHeadModel has learned 64 positions: cut it, as by input_ids\[:, :64\]"
+    ):
+        calibrate(trained(gpt2), [tokens(1, 65)])
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    images = transformers.CLIPVisionConfig(**sizes, image_size=8, patch_size=4)
+    parts = transformers.LlavaConfig(text_config=transformers.LlamaConfig(**sizes, vocab_size=50), vision_config=images)
+    with pytest.raises(ConfigError, match="its decoder is one of several parts"):
+        calibrate(transformers.LlavaForConditionalGeneration(parts), [IDS])
     with pytest.raises(ConfigError, match="structurized already"):
         calibrate(structurize(copy.deepcopy(model), "mlr:4|4"), [IDS])
     with pytest.raises(ConfigError, match="model must be"):
@@ -570,6 +585,15 @@ def test_refused_calibrations() -> None:
     with pytest.raises(CalibrationError, match="the values of layer 1 hold NaN"):
         calibrate(model, [IDS])
     assert model.config._attn_implementation != "structattn_calibration"
+
+
+@pytest.mark.parametrize("methods", [("tokens", "bits"), ("levels",)])
+def test_predictions_that_are_no_numbers_are_an_error(methods) -> None:
+    model = trained(llama)
+    with torch.no_grad():
+        model.lm_head.weight[3] = torch.nan
+    with pytest.raises(CalibrationError, match="the predictions of the model for a text are NaN"):
+        calibrate(model, [tokens(1, 64)], methods=methods)
 
 
 def test_refused_uses() -> None:

@@ -11,8 +11,8 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedConfig
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
@@ -79,6 +79,24 @@ def checked(forward: Callable[..., Any]) -> Callable[..., Any]:
         return forward(self, *args, **kwargs)
 
     return checked_forward
+
+
+def check_positions(model: PreTrainedModel, length: int) -> None:
+    """Raises ``ConfigError`` for texts of more tokens than a model has learned positions for: its table of
+    positions would end.
+    """
+    most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if most is None or length <= most:
+        return
+    tokens = model.get_input_embeddings()
+    tables = [x for x in model.modules() if isinstance(x, nn.Embedding) and x is not tokens]
+    sizes = [table.num_embeddings for table in tables if most <= table.num_embeddings < most + 8]  # OPT has 2 more
+    sizes += [len(x) for name, x in model.named_buffers() if name.endswith("embed_positions")]  # GPT-J
+    if sizes:
+        raise ConfigError(
+            f"a text has {length:,} tokens, and {type(model).__name__} has learned {most:,} positions: cut it, as by "
+            f"input_ids[:, :{most}]"
+        )
 
 
 def check_inputs(config: PreTrainedConfig, inputs: Mapping[str, Any]) -> None:

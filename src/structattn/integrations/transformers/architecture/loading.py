@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
 
@@ -275,6 +275,15 @@ def check_plain(model: object) -> None:
         raise ConfigError(
             f"{type(model).__name__} is structurized already: give the original model, with its own weights (the model "
             "card of this one names it)"
+        )
+
+
+def check_one_decoder(model: PreTrainedModel) -> None:
+    """Raises ``ConfigError`` for a model whose decoder has a config of its own, beside other parts."""
+    if model.config.get_text_config(decoder=True) is not model.config or not hasattr(model.config, "num_hidden_layers"):
+        raise ConfigError(
+            f"{type(model).__name__} cannot be structurized: its decoder is one of several parts (with an encoder, "
+            "images or sound) that have a config each; load a decoder alone"
         )
 
 

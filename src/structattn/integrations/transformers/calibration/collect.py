@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 import structattn
 from structattn.checks import MAX_LENGTH, check_path, check_size, check_type, describe
 from structattn.errors import CalibrationError, ConfigError
-from structattn.integrations.transformers.architecture.inputs import check_inputs
-from structattn.integrations.transformers.architecture.loading import check_plain
+from structattn.integrations.transformers.architecture.inputs import check_inputs, check_positions
+from structattn.integrations.transformers.architecture.loading import check_one_decoder, check_plain
 from structattn.integrations.transformers.attention.arguments import POSITION_BIAS
 from structattn.integrations.transformers.attention.call import AttentionCall
 from structattn.integrations.transformers.attention.interface import attend
@@ -312,6 +312,7 @@ def _batch(batch: object, model: PreTrainedModel) -> _Batch:
         # As generate() does: a row begins at position 0, wherever its padding ends.
         if "position_ids" in inspect.signature(model.base_model.forward).parameters:
             inputs["position_ids"] = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    check_positions(model, max(end - first for first, end in spans))
     return _Batch({name: x.to(model.device) for name, x in inputs.items()}, spans)
 
 
@@ -391,7 +392,7 @@ def calibrate(
             another model, of other texts or options.
         CheckpointError: ``resume`` is damaged, or cannot be written.
         CalibrationError: queries, keys or values are NaN or infinite; the message says which, and in which
-            layer.
+            layer; or predictions are.
 
     Cost: tokens: a forward pass of twice each text that scorers are fitted to (see ``TokenScores``); of each
         other text two forward and backward passes and four forward passes of its length, with the memory of a
@@ -409,6 +410,9 @@ def calibrate(
     """
     check_type("model", model, PreTrainedModel, "a model of transformers")
     check_plain(model)
+    check_one_decoder(model)
+    if model.device.type == "meta" and not hasattr(model, "hf_device_map"):
+        raise ConfigError(f"{type(model).__name__} is on the meta device, where weights have no numbers: load them")
     if not isinstance(batches, Iterable) or isinstance(batches, str | Mapping):  # these two are not made of batches
         raise ConfigError(f"batches must be a list of {_OF_BATCH}, got {describe(batches)}; {_REMEDY}")
     if num_queries is not None:

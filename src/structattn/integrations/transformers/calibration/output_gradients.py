@@ -23,6 +23,7 @@ from structattn.integrations.transformers.calibration.discovery import FoundAtte
 from structattn.integrations.transformers.calibration.pass_results import PassResults
 from structattn.integrations.transformers.calibration.prompts import (
     ScoredText,
+    check_predictions,
     log_probabilities,
     parameters_without_gradients,
 )
@@ -143,6 +144,7 @@ def _outputs(
         with parameters_without_gradients(model), observed(model, _NAME), torch.enable_grad():
             with told_states(modules, lambda states: setattr(this, "states", states)):
                 found = log_probabilities(model, prompt)
+            check_predictions(found.detach())
             # Drawn from the predictions, so that squared gradients are what a divergence grows with.
             generator = torch.Generator().manual_seed(seed)
             drawn = torch.multinomial(found.detach().exp().cpu(), 1, generator=generator).to(found.device)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from structattn.errors import CalibrationError
+
 COPIES = 0.1  # of the tokens that a model predicts, the share that is taken to be copied from far back
 _SCORED = 512  # positions of a text at which predictions are compared: logits are many numbers
 _SPAN, _CUE = 16, 4  # tokens of a span that comes again, and how many of them say which one it is
@@ -56,6 +58,15 @@ def log_probabilities(model: PreTrainedModel, prompt: ScoredText) -> Tensor:
     else:
         logits = model(input_ids=prompt.ids, use_cache=False).logits[0, prompt.scored]
     return logits.float().log_softmax(-1)
+
+
+def check_predictions(found: Tensor) -> None:
+    """Raises ``CalibrationError`` for log probabilities (or features) that are NaN."""
+    if bool(found.isnan().any()):
+        raise CalibrationError(
+            "the predictions of the model for a text are NaN: its weights are, or its dtype is too narrow for its "
+            "numbers; calibrate in float32 or bfloat16"
+        )
 
 
 @contextmanager

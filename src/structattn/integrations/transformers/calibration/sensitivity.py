@@ -15,6 +15,7 @@ from structattn.integrations.transformers.attention.call import AttentionCall
 from structattn.integrations.transformers.attention.interface import attend
 from structattn.integrations.transformers.calibration.discovery import observed, register_observer
 from structattn.integrations.transformers.calibration.pass_results import PassResults
+from structattn.integrations.transformers.calibration.prompts import check_predictions
 from structattn.integrations.transformers.variant import Variant
 from structattn.layout.levels import LevelLayout
 from structattn.progress import counted
@@ -129,6 +130,7 @@ def sensitivities(
         finally:
             _active.reset(token)
         if reference is None:
+            check_predictions(predictions)
             reference = predictions
         elif module is not None:
             changes.append(_distance(reference, predictions) / _ERROR)

@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache
 
 from structattn.checks import MAX_SEED, check_int, check_size, check_type, describe
 from structattn.errors import ConfigError, GenerationError
+from structattn.integrations.transformers.architecture.inputs import check_positions
 from structattn.integrations.transformers.caches.model_cache import CACHE
 from structattn.integrations.transformers.evaluation.kept import cache_nbytes
 from structattn.integrations.transformers.evaluation.retrieval import Prompt, TextEncoder, retrieval_prompts
@@ -104,6 +105,7 @@ def evaluate_cache(
     for name, size in (("num_steps", num_steps), ("num_windows", num_windows), ("context_length", context_length)):
         check_size(name, size)
     check_int("seed", seed, minimum=0, maximum=MAX_SEED)
+    check_positions(model, context_length + num_steps)
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     rows = as_texts(texts, vocab_size)
     windows = windows_of(rows, context_length + num_steps + 1, num_windows, seed)

@@ -21,7 +21,7 @@ from structattn.cache.storage import (
 from structattn.checks import check_path, check_type
 from structattn.errors import ConfigError, StructAttnError
 from structattn.integrations.hub import source_config
-from structattn.integrations.transformers.architecture.loading import check_plain
+from structattn.integrations.transformers.architecture.loading import check_one_decoder, check_plain
 from structattn.integrations.transformers.calibration.absorb import Absorption
 from structattn.integrations.transformers.calibration.allocate import Allocation
 from structattn.integrations.transformers.calibration.discovery import FoundAttention, find_attention
@@ -173,12 +173,7 @@ def _check(model: PreTrainedModel, rotary_split: str, calibration: Calibration |
     )
     if split in CALIBRATED_SPLITS and calibration is None:
         raise ConfigError(f"rotary_split {split!r} needs calibration=calibrate(model, batches)")
-    if model.config.get_text_config(decoder=True) is not model.config or not hasattr(model.config, "num_hidden_layers"):
-        raise ConfigError(
-            f"{type(model).__name__} cannot be structurized: its decoder is one of several parts (with an encoder, "
-            "images or sound) that have a config "
-            "each; load a decoder alone"
-        )
+    check_one_decoder(model)
     check_frequencies(model)
 
 

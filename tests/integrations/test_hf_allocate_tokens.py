@@ -353,6 +353,10 @@ def test_what_cannot_be_is_refused(smaller, model, found, texts) -> None:
     smaller(texts[:1], **{CACHE: cache})
     with pytest.raises(ConfigError, match="does not remember which they are"):
         smaller(texts[:1, :1], output_attentions=True, **{CACHE: cache})
+    mask = torch.ones_like(texts[:1])
+    mask[0, -5:] = 0
+    with pytest.raises(ConfigError, match="padding on the left only: pad there"):
+        smaller(texts[:1], attention_mask=mask, **{CACHE: level_cache(smaller)})
     with pytest.raises(ConfigError, match="nothing scores them"):
         structurize(copy.deepcopy(model), "standard", storage=sa.Storage(4, 4, residual=64, keep=64))
     plain = structurize(copy.deepcopy(model), "standard")

@@ -85,6 +85,11 @@ def attend(call: AttentionCall) -> tuple[Tensor, Tensor | None]:
     sequences = _sequences_of(call, mask, layer)
     position_bias = call.arguments.get(POSITION_BIAS)
     terms = call.terms(mask.attn_mask(is_training=call.module.training, position_bias=position_bias))
+    if layer is not None and layer.chooses_tokens and terms.attn_mask is not None and position_bias is None:
+        raise ConfigError(
+            f"the cache of {call.name} chooses tokens, and does not remember which they are, so that an attention_mask "
+            "may hide padding on the left only: pad there (tokenizer.padding_side = 'left'), or give use_cache=False"
+        )
     if call.seen is not None:
         terms = replace(terms, attn_mask=_of_seen(call, terms.attn_mask, sequences))
     asked = call.arguments.get("output_attentions")

@@ -566,7 +566,7 @@ def test_refused_calibrations() -> None:
     with torch.device("meta"), pytest.raises(ConfigError, match="is on the meta device"):
         calibrate(llama(), [IDS])
     with pytest.raises(
-        ConfigError, match=r"GPT2LMHeadModel has learned 64 positions: cut it, as by input_ids\[:, :64\]"
+        ConfigError, match=r"GPT2LMHeadModel has a table of 64 positions: cut it, as by input_ids\[:, :64\]"
     ):
         calibrate(trained(gpt2), [tokens(1, 65)])
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -82,20 +82,17 @@ def checked(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_positions(model: PreTrainedModel, length: int) -> None:
-    """Raises ``ConfigError`` for texts of more tokens than a model has learned positions for: its table of
-    positions would end.
-    """
+    """Raises ``ConfigError`` for a text of more tokens than the table of positions of a model has rows."""
     most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if most is None or length <= most:
         return
     tokens = model.get_input_embeddings()
-    tables = [x for x in model.modules() if isinstance(x, nn.Embedding) and x is not tokens]
-    sizes = [table.num_embeddings for table in tables if most <= table.num_embeddings < most + 8]  # OPT has 2 more
-    sizes += [len(x) for name, x in model.named_buffers() if name.endswith("embed_positions")]  # GPT-J
-    if sizes:
+    tables = [x.weight for x in model.modules() if isinstance(x, nn.Embedding) and x is not tokens]
+    tables += [x for x in model.buffers() if x.dim() == 2]  # of GPT-J, the sines and cosines of its rotary pairs
+    if any(most <= len(table) < most + 8 for table in tables):  # OPT has 2 more
         raise ConfigError(
-            f"a text has {length:,} tokens, and {type(model).__name__} has learned {most:,} positions: cut it, as by "
-            f"input_ids[:, :{most}]"
+            f"a text has {length:,} tokens, and {type(model).__name__} has a table of {most:,} positions: cut it, as "
+            f"by input_ids[:, :{most}]"
         )
 
 

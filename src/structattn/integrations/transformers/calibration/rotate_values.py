@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from structattn.checks import check_type
 from structattn.errors import ConfigError
-from structattn.integrations.transformers.architecture.loading import check_plain
+from structattn.integrations.transformers.architecture.loading import check_one_decoder, check_plain
 from structattn.integrations.transformers.calibration.absorb import multiply_inputs, multiply_outputs
 from structattn.integrations.transformers.calibration.discovery import find_attention
 from structattn.integrations.transformers.calibration.projections import find_projections
@@ -43,6 +43,7 @@ def rotate_values(model: PreTrainedModel) -> PreTrainedModel:
     """
     check_type("model", model, PreTrainedModel, "a model of transformers")
     check_plain(model)
+    check_one_decoder(model)
     attention = find_attention(model)
     projections = find_projections(model, [layer.module for layer in attention])
     by_source = {layer.index: [layer] for layer in attention if layer.keys_of is None}

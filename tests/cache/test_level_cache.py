@@ -566,6 +566,8 @@ def test_tokens_that_do_not_fit() -> None:
         (sa.LevelCache(sa.LevelLayout((4, 2), (8, 4), value_ranks=(1, 1))), (q, k, v), r"expected 6, got 1\|1 = 2"),
         (sa.LevelCache(left_padding=[1, 2, 3]), (q, k, v), "left_padding has 3 rows, but the tokens have 2"),
         (sa.LevelCache(LAYOUTS["rows"]), (q, k, v), "expected 2, got 3"),
+        (sa.LevelCache(), (q, k.to(torch.float8_e5m2), v), "k must be .*, of 16, 32 or 64 bits, .* got torch.float8"),
+        (sa.LevelCache(storage=sa.Storage(4, 4, 2, 0)), [x.to(torch.float8_e5m2) for x in (q, k, v)], "16, 32 or 64"),
     ]
     for cache, tokens, message in cases:
         with pytest.raises(ShapeError, match=message.replace("4|4", r"4\|4")):

@@ -237,6 +237,25 @@ def test_a_number_is_read_within_half_a_step(bits: int, dtype: torch.dtype, size
         assert torch.equal(unpacked(packed(codes, bits), bits), codes)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("low", [-65504.0, -3.0, 60000.0])
+@pytest.mark.parametrize("native", [True, False])
+def test_the_largest_number_of_float16_stays_finite(
+    bits: int, low: float, native: bool, built, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantize, "is_here", lambda x: native)
+    torch.manual_seed(0)
+    x = torch.linspace(low, 65504.0, 16 * 10, dtype=torch.float64)[torch.randperm(160)].reshape(1, 1, 16, 10).half()
+    x[:, :, 3], x[:, :, :, 4] = 65504.0, 65504.0
+    for per_token in (False, True):
+        read = x.clone()
+        of_dim = GroupFormat(dim=10, bits=bits, group_size=16, per_token=per_token)
+        _, scale, _ = of_dim.from_tokens(read, [0], sinks=0)
+        step = scale[0, 0, 0, 0, :, None] if per_token else scale[0, 0, 0, :, 0]
+        rounding = x[0, 0].double().abs() * 2.0**-11  # a number that is read has 16 bits
+        assert bool(((read - x)[0, 0].double().abs() <= 0.51 * step.double() + rounding).all())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(("size", "dim"), [(64, 64), (16, 24), (6, 19), (8, 8)])

@@ -161,7 +161,7 @@ def test_a_model_of_ours_stores_fewer_bits() -> None:
 def test_a_storage_is_one_of_ours() -> None:
     model = models.llama(num_key_value_heads=4)
     for storage, message in (
-        ([STORAGE] * 4, "storage needs one entry or 2, one for each layer, got 4: the entry of a layer may be a list"),
+        ([STORAGE] * 4, "a list as storage needs 2 entries, one for each layer, got 4: the entry of a layer may be a"),
         ([None, [STORAGE] * 3], "a storage for each of 3 key heads, and the layer has 4"),
         ([None, [STORAGE, 4, None, None]], "the storage of key head 1 must be a Storage or None"),
     ):

@@ -178,7 +178,7 @@ def test_mistakes_say_what_a_press_takes() -> None:
     for args, message in (
         ((["standard"],), "the model has 2 layers: give one attention spec or 2, got 1"),
         (("heads:standard/window:8/window:9",), "the layers of the model have 2 key heads, and heads:.* has 3"),
-        (("standard", [BITS]), "storage needs one entry or 2"),
+        (("standard", [BITS]), "a list as storage needs 2 entries"),
     ):
         with pytest.raises(ConfigError, match=message), press_of(*args)(model):
             pass

@@ -108,7 +108,7 @@ def test_a_model_stores_heads_and_layers_in_bits_of_their_own() -> None:
     parts = [model(tokens[:, a:b], caches=again) for a, b in ((0, 21), (21, 58), (58, 59), (59, 60))]
     assert_close(torch.cat(parts, 1), whole)
     assert float((whole - model(tokens)).abs().max()) > 1e-4
-    with pytest.raises(ConfigError, match="storage needs one entry or 2, one for each layer, got 3"):
+    with pytest.raises(ConfigError, match="a list as storage needs 2 entries, one for each layer, got 3"):
         model.new_cache(storage=[None, bits, None])
     with pytest.raises(ConfigError, match="a storage for each of 3 key heads, and the layer has 4"):
         model.new_cache(storage=[[None, bits, bits], None])

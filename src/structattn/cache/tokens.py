@@ -18,6 +18,7 @@ from structattn.layout.heads import AnyLayout, HeadLayouts
 from structattn.layout.levels import LevelLayout
 from structattn.layout.text import TextLayout
 from structattn.ops.checks import is_transformed, taken_dtype
+from structattn.ops.terms import DTYPES
 
 
 def checked_shape(q: Tensor | None, k: Tensor, v: Tensor, latent: Latent | None) -> TokenShape:
@@ -34,10 +35,10 @@ def checked_shape(q: Tensor | None, k: Tensor, v: Tensor, latent: Latent | None)
     for name, x in named_tensors:
         check_tensor(name, x)
         shape = x.shape  # every step pays for this
-        if len(shape) != 4 or not shape[1] or not shape[3] or not x.is_floating_point():
+        if len(shape) != 4 or not shape[1] or not shape[3] or x.dtype not in DTYPES:
             raise ShapeError(
-                f"{name} must be floating point of shape (batch, heads, length, dim), with at least 1 head and dim, "
-                f"got {x.dtype} {tuple(x.shape)}"
+                f"{name} must be floating point of shape (batch, heads, length, dim), of 16, 32 or 64 bits, with at "
+                f"least 1 head and dim, got {x.dtype} {tuple(x.shape)}"
             )
     (batch, key_heads, length, key_dim), dtype, device = k.shape, taken_dtype(k), k.device
     for name, x in named_tensors:

@@ -21,7 +21,8 @@ class Storage:
     A number x is kept as a code c, a whole number from 0 to 2^bits - 1, and read as zero + scale c. Keys have
     scale and zero for each dimension and ``group_size`` consecutive tokens, values for each token and
     ``group_size`` dimensions. They have 16 bits each, or 64 where the model has float64. The error of a
-    number is at most half a step, scale / 2.
+    number is at most half a step, scale / 2. Sixteen bits end at 65,504: of groups that begin below -65,504,
+    or that span more than 2^bits - 1 such steps, numbers beyond are read as the last one that codes reach.
 
     A query at position p reads the codes of the tokens before ``first_exact(p)``, whatever calls the tokens
     came in, so that one call, many, and decoding agree. A group is quantized once, when all of its tokens
@@ -195,8 +196,8 @@ def storage_of_layers(storage: ModelStorage, num_layers: int) -> tuple[LayerStor
         return (checked_storage(storage),) * num_layers
     if len(storage) != num_layers:
         raise ConfigError(
-            f"storage needs one entry or {num_layers}, one for each layer, got {len(storage)}: the entry of a layer "
-            "may be a list with one for each key head"
+            f"a list as storage needs {num_layers} entries, one for each layer, got {len(storage)}: the entry of a "
+            "layer may be a list with one for each key head; a Storage that is in no list is for all layers"
         )
     return tuple(checked_storage(each) for each in storage)
 

@@ -27,12 +27,14 @@ def quantized(x: Tensor, bits: int, axis: int) -> tuple[Tensor, Tensor, Tensor]:
         Codes of the shape of x, uint8; scale and zero, of that shape with 1 in place of the axis.
     """
     dtype, wide = scale_dtype(x.dtype), torch.promote_types(x.dtype, torch.float32)
-    x, limits = x.to(wide), torch.finfo(dtype)
+    is_half, x, limits = x.dtype == torch.float16, x.to(wide), torch.finfo(dtype)
     low, high = x.amin(axis, keepdim=True), x.amax(axis, keepdim=True)
     zero = (low - low.abs() * limits.eps - limits.tiny).clamp(limits.min, limits.max).to(dtype)
     most = 2**bits - 1
     step = (high - zero.to(wide)).clamp(min=0) / most
     scale = (step * (1 + 2 * limits.eps) + limits.tiny).clamp(max=limits.max).to(dtype)
+    if is_half:  # what is read is a float16 number too, and the highest code would be above the largest one
+        scale = scale.minimum(((limits.max - zero.to(wide)) / most * (1 - limits.eps)).to(dtype))
     codes = ((x - zero.to(wide)) / scale.to(wide)).round_().clamp_(0, most)
     return codes.to(torch.uint8), scale, zero
 

@@ -11,14 +11,19 @@ namespace structattn {
 // Of 16 bits: the largest number, the smallest normal one, and the distance from 1 to the next.
 constexpr float kLargestHalf = 65504.f, kTinyHalf = 0x1p-14f, kEpsHalf = 0x1p-10f;
 
-// Zero and scale of numbers between low and high. A product that is written to memory is rounded, as in PyTorch: a
+// Zero and scale of numbers of type S between low and high. A product that is written to memory is rounded, as in PyTorch: a
 // compiler joins it with the sum otherwise, and rounds once.
-inline void scale_of(float low, float high, float most, Half& zero, Half& scale) {
+template <typename S>
+void scale_of(float low, float high, float most, Half& zero, Half& scale) {
   const auto within = [](float x, float least) { return x < least ? least : x > kLargestHalf ? kLargestHalf : x; };
   zero = Half(within(low - std::abs(low) * kEpsHalf - kTinyHalf, -kLargestHalf));
   const float range = high - float(zero), step = (range < 0 ? 0.f : range) / most;
   const volatile float wider = step * (1 + 2 * kEpsHalf);
   scale = Half(within(wider + kTinyHalf, 0.f));
+  if constexpr (std::is_same_v<S, Half>) {  // what is read has to be a number of 16 bits too
+    const Half largest((kLargestHalf - float(zero)) / most * (1 - kEpsHalf));
+    if (float(largest) < float(scale)) scale = largest;
+  }
 }
 
 // The numbers of a group on their way: tokens by dimensions, rows of whole vectors.
@@ -81,7 +86,7 @@ void quantize_group(S* x, int64_t stride, int64_t group_size, int64_t dims, int6
           low = least(low, next), high = maximum(high, next);
         }
         for (; n < size; ++n) low = least(low, V(of_part[n])), high = maximum(high, V(of_part[n]));
-        scale_of(reduce(low, least), largest_of(high), most, zero[at], scale[at]);
+        scale_of<S>(reduce(low, least), largest_of(high), most, zero[at], scale[at]);
         const V of_zero{float(zero[at])}, of_scale{float(scale[at])};
         const auto same = [&](int64_t) { return std::pair(of_zero, of_scale); };
         if (size % W == 0)
@@ -109,7 +114,7 @@ void quantize_group(S* x, int64_t stride, int64_t group_size, int64_t dims, int6
     }
     for (int64_t d = 0; d < row; ++d) {
       Half of_dim_zero, of_dim_scale;
-      scale_of(low[d], high[d], most, of_dim_zero, of_dim_scale);
+      scale_of<S>(low[d], high[d], most, of_dim_zero, of_dim_scale);
       of_zero[d] = of_dim_zero, of_scale[d] = of_dim_scale;
       if (d < dims) zero[d] = of_dim_zero, scale[d] = of_dim_scale;
     }

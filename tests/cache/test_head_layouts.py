@@ -9,7 +9,7 @@ import torch
 
 import structattn as sa
 from structattn.cache.contents import Contents
-from structattn.errors import CacheError
+from structattn.errors import CacheError, ConfigError
 from structattn.testing.tolerances import assert_close
 
 DIM = 8
@@ -178,3 +178,17 @@ def test_a_group_that_fails_leaves_all_as_they_were(method, error, built, monkey
         assert cache.nbytes == same.nbytes
         for _ in range(12):
             assert_close(cache.attend(*new), same.attend(*new))
+
+
+def test_a_head_with_two_softmaxes_has_its_own_scale() -> None:
+    q, k, v = (torch.randn(1, 2, 40, DIM) for _ in range(3))
+    cache = sa.LevelCache(sa.HeadLayouts((None, sa.GlobalWindowLayout((4, 4), 6))))
+    first = 0
+    for count in (30, 1, 1, 5):
+        tokens = [x[:, :, first : first + count] for x in (q, k, v)]
+        for call in (cache.attend, cache.weights):
+            with pytest.raises(ConfigError, match="has its own scale: leave scale at None"):
+                call(*tokens, scale=0.3)
+        assert cache.length == first
+        cache.attend(*tokens)
+        first += count

@@ -25,7 +25,7 @@ from structattn.cache.tokens import check_layout_of_call, check_options, checked
 from structattn.checks import check_tensor, check_type, describe, is_int
 from structattn.errors import CacheError, CheckpointError, ConfigError, ShapeError
 from structattn.layout.global_window import GlobalWindowLayout
-from structattn.layout.heads import AnyLayout
+from structattn.layout.heads import AnyLayout, HeadLayouts
 from structattn.layout.levels import LevelLayout
 from structattn.layout.text import TextLayout
 from structattn.ops import Backend
@@ -516,7 +516,8 @@ class LevelCache(OneLayerCache):
             self._kept.set_layout(layout)
         if q is not None and options is not None:
             options.check(q, self._kept.length + q.shape[2])
-            if options.scale is not None and isinstance(self.layout, GlobalWindowLayout):
+            of_heads = self.layout.layouts if isinstance(self.layout, HeadLayouts) else (self.layout,)
+            if options.scale is not None and any(isinstance(each, GlobalWindowLayout) for each in of_heads):
                 raise ConfigError("a global-window layout has its own scale: leave scale at None")
         if token_scores is not None:
             _give_scores(self._kept, token_scores)

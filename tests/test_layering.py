@@ -105,6 +105,7 @@ TRANSFORMERS = Package(  # inside one floor of the library
     root=LIBRARY.root / "integrations" / "transformers",
     floors={
         "masks": 0,
+        "position_table": 0,
         "variant": 1,
         "caches": 2,
         "attention": 3,

@@ -11,8 +11,8 @@ namespace structattn {
 // Of 16 bits: the largest number, the smallest normal one, and the distance from 1 to the next.
 constexpr float kLargestHalf = 65504.f, kTinyHalf = 0x1p-14f, kEpsHalf = 0x1p-10f;
 
-// Zero and scale of numbers of type S between low and high. A product that is written to memory is rounded, as in PyTorch: a
-// compiler joins it with the sum otherwise, and rounds once.
+// Zero and scale of numbers of type S between low and high. A product that is written to memory is rounded, as in
+// PyTorch: a compiler joins it with the sum otherwise, and rounds once.
 template <typename S>
 void scale_of(float low, float high, float most, Half& zero, Half& scale) {
   const auto within = [](float x, float least) { return x < least ? least : x > kLargestHalf ? kLargestHalf : x; };

@@ -11,8 +11,8 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from torch import Tensor
+from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
@@ -79,21 +79,6 @@ def checked(forward: Callable[..., Any]) -> Callable[..., Any]:
         return forward(self, *args, **kwargs)
 
     return checked_forward
-
-
-def check_positions(model: PreTrainedModel, length: int) -> None:
-    """Raises ``ConfigError`` for a text of more tokens than the table of positions of a model has rows."""
-    most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if most is None or length <= most:
-        return
-    tokens = model.get_input_embeddings()
-    tables = [x.weight for x in model.modules() if isinstance(x, nn.Embedding) and x is not tokens]
-    tables += [x for x in model.buffers() if x.dim() == 2]  # of GPT-J, the sines and cosines of its rotary pairs
-    if any(most <= len(table) < most + 8 for table in tables):  # OPT has 2 more
-        raise ConfigError(
-            f"a text has {length:,} tokens, and {type(model).__name__} has a table of {most:,} positions: cut it, as "
-            f"by input_ids[:, :{most}]"
-        )
 
 
 def check_inputs(config: PreTrainedConfig, inputs: Mapping[str, Any]) -> None:

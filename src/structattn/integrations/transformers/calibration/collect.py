@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 import structattn
 from structattn.checks import MAX_LENGTH, check_path, check_size, check_type, describe
 from structattn.errors import CalibrationError, ConfigError
-from structattn.integrations.transformers.architecture.inputs import check_inputs, check_positions
+from structattn.integrations.transformers.architecture.inputs import check_inputs
 from structattn.integrations.transformers.architecture.loading import check_one_decoder, check_plain
 from structattn.integrations.transformers.attention.arguments import POSITION_BIAS
 from structattn.integrations.transformers.attention.call import AttentionCall
@@ -43,6 +43,7 @@ from structattn.integrations.transformers.calibration.record import AttentionSha
 from structattn.integrations.transformers.calibration.sensitivity import sensitivities
 from structattn.integrations.transformers.calibration.token_scores import TokenScores, head_losses
 from structattn.integrations.transformers.masks.structured_mask import Sequences, StructuredMask
+from structattn.integrations.transformers.position_table import check_positions
 from structattn.integrations.transformers.variant import Variant
 from structattn.layout.checks import positive_ints
 from structattn.ops.terms import ScoreTerms

@@ -17,12 +17,12 @@ from transformers.cache_utils import Cache
 
 from structattn.checks import MAX_SEED, check_int, check_size, check_type, describe
 from structattn.errors import ConfigError, GenerationError
-from structattn.integrations.transformers.architecture.inputs import check_positions
 from structattn.integrations.transformers.caches.model_cache import CACHE
 from structattn.integrations.transformers.evaluation.kept import cache_nbytes
 from structattn.integrations.transformers.evaluation.retrieval import Prompt, TextEncoder, retrieval_prompts
 from structattn.integrations.transformers.evaluation.scores import CacheScores, Recall
 from structattn.integrations.transformers.evaluation.texts import as_texts, windows_of
+from structattn.integrations.transformers.position_table import check_positions
 from structattn.progress import counted
 
 Press = Callable[[PreTrainedModel], AbstractContextManager[Any]]

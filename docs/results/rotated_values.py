@@ -4,7 +4,7 @@ rotated in the weights.
 Every cache has the keys and values of a context that a model has read with all of its numbers; the model goes
 on with it, as in real_model.py. Run it as
 
-    python rotated_values.py MODEL TEXT --context 8192 --windows 5 --prompts 2 --out rotated-values.csv
+    python rotated_values.py MODEL TEXT --context 8192 --windows 5 --out rotated-values-peps.csv
 
 with the folder of a model and a text file. An interrupted run goes on.
 """

@@ -311,3 +311,12 @@ def test_bad_input_says_what_to_do() -> None:
     broken = models.llama().eval()
     broken.lm_head.weight.data[:] = math.nan
     refused(GenerationError, "step 1 after 60 tokens hold NaN", model=broken, new=dynamic(broken))
+
+
+def test_a_window_beyond_a_table_of_positions_is_refused() -> None:
+    model = models.gpt2().eval()
+    text = torch.randint(3, models.VOCAB, (300,))
+    with pytest.raises(ConfigError, match="a text has 65 tokens, and GPT2LMHeadModel has a table of 64 positions"):
+        evaluate_cache(model, lambda: DynamicCache(config=model.config), text, context_length=60, num_steps=5)
+    options = {"context_length": 50, "num_steps": 5, "num_windows": 1, "tasks": ()}
+    assert evaluate_cache(model, lambda: DynamicCache(config=model.config), text, **options).num_steps == 5

@@ -83,7 +83,8 @@ def evaluate_cache(
 
     Raises:
         ConfigError: the model is no decoder; ``new_cache`` makes no cache of transformers, or one that is not
-            empty; the texts are no token ids; an argument is out of its range.
+            empty; the texts are no token ids; an argument is out of its range; or a window has more
+            tokens than the table in which the model looks positions up.
         DataError: every text is shorter than a window.
         GenerationError: the logits of a step are NaN.
 

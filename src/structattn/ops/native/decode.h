@@ -9,6 +9,7 @@
 #include "integers_avx512.h"
 #elif defined(__AVX2__)
 #include "integers_avx2.h"
+#include "words_avx2.h"
 #endif
 
 #include <atomic>
@@ -368,6 +369,11 @@ void key_sums_by_numbers(const T* factor, int64_t size, const uint8_t* codes, co
   for (int m = 0; m < M; ++m) std::fill(sums + m * size, sums + m * size + group_size, T(0));
   const int64_t half = group_size / 2, bytes = span.bits == 8 ? group_size : half;
   int64_t c = 0;
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  if constexpr (std::is_same_v<T, float>)
+    for (; span.bits == 4 && c + kWordBytes <= bytes; c += kWordBytes)
+      add_word_sums<M>(factor, size, codes + c, bytes, span.dims, sums + c, sums + half + c, size);
+#endif
   const auto add = [&]<int64_t kAtOnce>() {  // as many as there are registers for, then a vector
     for (; c + kAtOnce <= bytes; c += kAtOnce) {
       if (span.bits == 8)
@@ -476,6 +482,11 @@ void add_values_by_numbers(const T* factor, int64_t size, const uint8_t* codes, 
     if (is_half_vector(bits, group_size, dims)) return add_values_of_16<M>(factor, size, codes, dims, lanes, lanes_row);
 #endif
   const int64_t half = group_size / 2, bytes = bits == 8 ? group_size : half;
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  if constexpr (std::is_same_v<T, float>)
+    if (bits == 4 && half % kWordBytes == 0)
+      return add_word_values<M>(factor, size, codes, dims, group_size, lanes, lanes_row);
+#endif
   const T middle = static_cast<T>(middle_of(bits));
   for (int64_t d = 0; d < dims; ++d) {
     const uint8_t* const own = codes + d * bytes;

@@ -474,7 +474,7 @@ def test_groups_of_whole_vectors(layout, value_dim: int, size: int, heads: int, 
             assert_close(found, expected.to(dtype))
 
 
-@pytest.mark.parametrize("size", [64, 24])  # by integers, and by numbers
+@pytest.mark.parametrize("size", [64, 24, 96])  # by integers, by numbers, and of 4 bits a part by words
 @pytest.mark.parametrize("bits", [4, 8])
 @torch.no_grad()
 def test_the_mean_of_many_values_is_exact(bits: int, size: int, built) -> None:

@@ -120,6 +120,26 @@ def test_losses_are_compared_at_a_budget_that_all_parts_have(tmp_path, monkeypat
     assert f"at {fmt_flops(BUDGETS[-1])} FLOPs (" not in report
 
 
+def test_data_may_be_in_another_place(tmp_path) -> None:
+    def placed(place: str, specs: tuple[str, ...], score: float):
+        record = grid(specs, BUDGETS[:1])
+        config = {**record.config, "task": {"data": place, "dim": 4}}
+        baselines = (made_baseline("pairs", {"nmse": score}),)
+        return replace(record, config=config, baselines=baselines, data={"data": place, "rows": "8"})
+
+    first = written(tmp_path / "first", placed("/here/text", SPECS[:2], 2.6))
+    moved = written(tmp_path / "moved", placed("/there/text", (SPECS[0], SPECS[2]), 2.6))
+    found = merge([first, moved], tmp_path / "both").record
+    assert {row.spec for row in found.rows} == set(SPECS)
+    assert found.data["data"] == "/here/text"
+    other = written(tmp_path / "other", placed("/there/text", (SPECS[0], SPECS[2]), 2.5))
+    with pytest.raises(ConfigError, match=r"differ in data .*; task.data \('/here/text' and '/there/text'"):
+        merge([first, other], tmp_path / "out")
+    shorter = written(tmp_path / "shorter", replace(placed("/there/text", SPECS, 2.6), data={"data": "/", "rows": "7"}))
+    with pytest.raises(ConfigError, match="differ in data"):
+        merge([first, shorter], tmp_path / "out")
+
+
 def test_other_comparisons_are_no_parts(tmp_path) -> None:
     first = grid(SPECS[:2], BUDGETS)
     plain = {**first.config, "budgets": []}

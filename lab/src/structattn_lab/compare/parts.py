@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from structattn_lab.settings.recipe import Variation
 # Parts have other rows.
 _ROWS = ("attention", "widths", "budgets", "variants")
 _PARTS = "parts"  # the entry of a record's data that says where each comes from
+_PLACE = "data"  # the entry that says where the data are
 
 
 def merge(
@@ -35,6 +37,8 @@ def merge(
     """Writes the results, the figures and the report of several comparisons as those of one.
 
     They may differ in specs, widths, budgets and variants. A row that several have is taken from the first.
+    Their data may be in other places, such as those of another machine, where the baselines have the same
+    scores.
     Without budgets the first spec decides how many steps the others take, so that all parts need the same.
     The record has the machine and the versions of the first part, and names those of each under ``data``.
 
@@ -70,13 +74,18 @@ def _merged(parts: Sequence[tuple[Path, ComparisonRecord]]) -> ComparisonRecord:
     """One record of several, but for where it comes from."""
     (folder, first), *others = parts
     for other_folder, other in others:
+        places: tuple[str | None, ...] = ()
+        left_out = [_PARTS]
+        if _have_same_scores(first, other):
+            places = tuple(record.data.get(_PLACE) for record in (first, other))
+            left_out.append(_PLACE)
         compared: list[tuple[str, Any, Any]] = [
             ("task", first.task, other.task),
-            ("data", _without_parts(first), _without_parts(other)),
+            ("data", _data_without(first, left_out), _data_without(other, left_out)),
             ("the first spec, which decides the steps of the others", _leading(first), _leading(other)),
         ]
         mismatches = [one for one in compared if one[1] != one[2]]
-        mismatches += differences(first.config, other.config, _ROWS)
+        mismatches += [one for one in differences(first.config, other.config, _ROWS) if one[1:] != places]
         if mismatches:
             words = "; ".join(f"{name} ({value!r} and {other_value!r})" for name, value, other_value in mismatches)
             raise ConfigError(
@@ -103,7 +112,7 @@ def _merged(parts: Sequence[tuple[Path, ComparisonRecord]]) -> ComparisonRecord:
     return replace(
         first,
         config=config,
-        data=_without_parts(first) | {_PARTS: "; ".join(map(_origin_of, parts))},
+        data=_data_without(first, [_PARTS]) | {_PARTS: "; ".join(map(_origin_of, parts))},
         meanings={spec: meaning for record in records for spec, meaning in record.meanings.items()},
         rows=tuple(ordered),
         baselines=tuple(baselines.values()),
@@ -134,9 +143,21 @@ def _leading(record: ComparisonRecord) -> str | None:
     return None if record.config.get("budgets") else str(record.config["attention"][0])
 
 
-def _without_parts(record: ComparisonRecord) -> dict[str, str]:
-    """What is said of the data alone."""
-    return {name: words for name, words in record.data.items() if name != _PARTS}
+def _data_without(record: ComparisonRecord, names: Sequence[str]) -> dict[str, str]:
+    """What is said of the data, without the entries of these names."""
+    return {name: words for name, words in record.data.items() if name not in names}
+
+
+def _have_same_scores(first: ComparisonRecord, other: ComparisonRecord) -> bool:
+    """Whether two records have baselines of the same names, with the same scores: then their data are the
+    same, wherever they are.
+    """
+    found, expected = (
+        {(row.name, row.setting, name): x for row in record.baselines for name, x in row.metrics.items()}
+        for record in (first, other)
+    )
+    common = found.keys() & expected.keys()  # of other machines they may differ by rounding
+    return bool(common) and all(math.isclose(found[name], expected[name], rel_tol=1e-6) for name in common)
 
 
 def _origin_of(part: tuple[Path, ComparisonRecord]) -> str:

@@ -54,11 +54,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    # What is imported by now stays: the garbage collector would look through it again and again. It looks less often than
-    # by default, 700 objects.
+    # What is imported by now stays: the garbage collector would look through it again and again.
     gc.collect()
     gc.freeze()
-    gc.set_threshold(10_000)
 
 
 def _is_quick(item: pytest.Item) -> bool:

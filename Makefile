@@ -4,8 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := $(VENV)/transformers-oldest
 INPUTS := pyproject.toml lab/pyproject.toml constraints.txt setup.py $(wildcard src/structattn/ops/native/*.cpp src/structattn/ops/native/*.h)
-# One core compiles the C++ code while pip, which finds no compiler of the name it is given, works on another. Where that fails
-# structattn says so when it runs without.
+# One core compiles the C++ code while pip, which is told to leave that out, works on another. Where it fails structattn says so
+# when it runs without.
 NATIVE := $(CURDIR)/src/structattn/ops/native
 COMPILE_NATIVE := { $(BIN)/python -c "import sys; sys.path.insert(0, '$(NATIVE)'); import compiler; compiler.compile_in(compiler.BESIDE, compiler.instructions_here()[0])" 2> /dev/null || true; }
 # Modules are compiled afterwards, by all cores, except those that few tests import.
@@ -76,7 +76,7 @@ $(BIN)/python:
 	$(INSTALL) --upgrade "pip>=26,<27"  # older ones take half a minute more to choose versions
 
 $(VENV)/.installed-train: $(BIN)/python $(INPUTS)
-	@$(COMPILE_NATIVE) & CXX=none $(INSTALL) -c constraints.txt -e . -e ./lab && wait
+	@$(COMPILE_NATIVE) & STRUCTATTN_CPU=none $(INSTALL) -c constraints.txt -e . -e ./lab && wait
 	@$(COMPILE)
 	@touch $@
 
@@ -87,7 +87,7 @@ $(VENV)/.installed-shrink: $(VENV)/.installed-train
 	@touch $@
 
 $(VENV)/.installed-dev: $(BIN)/python $(INPUTS)
-	@$(COMPILE_NATIVE) & CXX=none $(INSTALL) -c constraints.txt -e ".[dev]" -e ./lab && wait
+	@$(COMPILE_NATIVE) & STRUCTATTN_CPU=none $(INSTALL) -c constraints.txt -e ".[dev]" -e ./lab && wait
 	@$(COMPILE)
 	@touch $@ $(VENV)/.installed-train
 

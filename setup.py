@@ -1,9 +1,10 @@
 """The installation of a clone compiles the C++ code, where there is a compiler.
 
-pyproject.toml has everything else.
+With STRUCTATTN_CPU=none it does not. pyproject.toml has everything else.
 """
 
 import importlib.util
+import os
 from pathlib import Path
 
 from setuptools import setup
@@ -17,7 +18,7 @@ class CompileInClone(build_py):
 
     def run(self) -> None:
         super().run()
-        if not self.editable_mode:
+        if not self.editable_mode or os.environ.get("STRUCTATTN_CPU") == "none":
             return
         spec = importlib.util.spec_from_file_location("structattn_native_compiler", NATIVE / "compiler.py")
         compiler = importlib.util.module_from_spec(spec)

@@ -73,8 +73,9 @@ def _case(
 
 
 def _batch_layouts(length: int) -> dict[str, LevelLayout]:
+    plain = LevelLayout((sum(BATCH_RANKS[0]),), (length,))
     levels = {f"mlr {'|'.join(map(str, ranks))}": LevelLayout.halving(ranks, length) for ranks in BATCH_RANKS}
-    return {BASELINE: LevelLayout((sum(BATCH_RANKS[0]),), (length,)), **levels}
+    return {BASELINE: plain, "one level": plain, **levels}
 
 
 @benchmark(

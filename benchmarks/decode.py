@@ -8,9 +8,9 @@ timed; ``DecodeWork.check`` compares the second step as well.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Protocol
 
 import torch
@@ -19,11 +19,12 @@ from torch import Tensor
 
 from benchmarks.attention import LAYOUTS, layout_of, row_reference
 from benchmarks.registry import Case, Check, Group, benchmark
-from structattn import HeadLayouts, LevelCache, LevelLayout, Storage
+from structattn import HeadLayouts, LevelCache, LevelLayout, Storage, structured_attention
 from structattn.layout.heads import groups_of
 
 BASELINE = "plain cache"
 CAT = "plain cache, torch.cat"
+OURS = "plain cache, structured_attention"
 PLAIN_LEVEL = "LevelCache, full attention"  # how much of a difference is how numbers are kept, and not the levels
 GROWING = "mlr 8x8, growing"
 # All tokens, of which those further back than the last 128 are in 8 or 4 bits; and few tokens, all of them.
@@ -58,15 +59,16 @@ class Cache(Protocol):
 
 
 class PlainCache:
-    """Keys and values in tensors of S tokens; the new one is written in place, and SDPA reads a slice without
-    a copy.
+    """Keys and values in tensors of S tokens; the new one is written in place, and a slice is read without a
+    copy.
 
     Args:
         k, v: (B, H, S, D), of which the last token is not in the cache yet.
+        attention: of a query to them, which computes (q, k, v).
     """
 
-    def __init__(self, k: Tensor, v: Tensor) -> None:
-        self.k, self.v, self.length = k.clone(), v.clone(), k.shape[2] - 1
+    def __init__(self, k: Tensor, v: Tensor, attention: Callable[..., Tensor] = F.scaled_dot_product_attention) -> None:
+        self.k, self.v, self.length, self.attention = k.clone(), v.clone(), k.shape[2] - 1, attention
         for x in (self.k, self.v):
             x[:, :, self.length :] = torch.nan  # a step that does not write its token is seen
 
@@ -80,7 +82,7 @@ class PlainCache:
         end = self.length + 1
         self.k[:, :, self.length : end] = k
         self.v[:, :, self.length : end] = v
-        return F.scaled_dot_product_attention(q, self.k[:, :, :end], self.v[:, :, :end])
+        return self.attention(q, self.k[:, :, :end], self.v[:, :, :end])
 
     def forget(self) -> None:
         """See ``Cache``; the next token is written over the last one."""
@@ -219,6 +221,8 @@ def decode_work(
     cache: Cache
     if label == BASELINE:
         cache = PlainCache(k, v)
+    elif label == OURS:
+        cache = PlainCache(k, v, partial(structured_attention, is_causal=False))
     elif label == CAT:
         cache = ConcatenatedCache(k, v)
     else:
@@ -252,8 +256,8 @@ def decode_groups(
     """One group per batch size and length S."""
     for batch in batches:
         for length in lengths:
-            labels = [BASELINE, *([CAT] if batch * length <= CAT_TOKENS else []), PLAIN_LEVEL, *LAYOUTS[DIM], GROWING]
-            labels += [*STORAGES, STREAMING, *([HALF] if heads > 1 else [])]
+            labels = [BASELINE, *([CAT] if batch * length <= CAT_TOKENS else []), OURS, PLAIN_LEVEL]
+            labels += [*LAYOUTS[DIM], GROWING, *STORAGES, STREAMING, *([HALF] if heads > 1 else [])]
             yield Group(
                 mode="decode", cases=tuple(_case(label, batch, length, heads, device, dtype) for label in labels)
             )

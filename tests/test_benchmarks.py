@@ -402,7 +402,7 @@ def test_decoding_is_planned() -> None:
         assert [(group.sizes["B"], group.sizes["S"]) for group in groups] == [
             (batch, 2**power) for batch in (1, 8) for power in range(10, 17)
         ]
-        labels = {decode.BASELINE, decode.CAT, decode.PLAIN_LEVEL, decode.GROWING, *attention.LAYOUTS[64]}
+        labels = {decode.BASELINE, decode.CAT, decode.OURS, decode.PLAIN_LEVEL, decode.GROWING, *attention.LAYOUTS[64]}
         labels |= {*decode.STORAGES, decode.STREAMING, decode.HALF}
         assert all({case.label for case in group.cases} == labels for group in groups[:-1])
         assert {case.label for case in groups[-1].cases} == labels - {decode.CAT}
@@ -517,7 +517,7 @@ def test_a_run_of_decoding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
         ),
     )
     result = run.run(bench, device="cpu", dtype="float32", repeats=1, patience_s=0)
-    labels = {decode.BASELINE, decode.CAT, decode.PLAIN_LEVEL, decode.GROWING, *attention.LAYOUTS[64]}
+    labels = {decode.BASELINE, decode.CAT, decode.OURS, decode.PLAIN_LEVEL, decode.GROWING, *attention.LAYOUTS[64]}
     labels |= {*decode.STORAGES, decode.STREAMING}
     assert Counter(row["label"] for row in result["rows"]) == dict.fromkeys(labels, 2 * 3)
     for row in result["rows"]:

@@ -400,7 +400,7 @@ class TestBuilt:
         assert sa.ops.explain(q, q, q, LAYOUTS[0], dropout_p=0.5).startswith("blocked")
         assert sa.ops.explain(q, q, q) == "native: one level in C++ code that was built on this machine"
         assert sa.ops.explain(q, q, q, window=9).startswith("native")
-        few, short = q[:, :, :127], q[:, :, :128]
+        few, short = q[:, :, :90], q[:, :, :128]
         assert sa.ops.explain(short, short, short).startswith("native")
         assert sa.ops.explain(few, few, few).startswith("scaled_dot_product_attention")
         assert sa.ops.explain(few, q, q, is_causal=False).startswith("scaled_dot_product_attention")
@@ -530,6 +530,78 @@ class TestBuilt:
             out = sa.structured_attention(q, q, q, LAYOUTS[0], backend="native")
             assert out.shape == shape
             out.sum().backward()
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("has_vectors", [True, False])
+def test_auto_uses_it_for_short_plain_calls(monkeypatch: pytest.MonkeyPatch, has_vectors: bool) -> None:
+    """Where it is faster than PyTorch's kernels: docs/short-calls.md. Without vectors it is slower."""
+    monkeypatch.setattr(library, "has_vectors", lambda: has_vectors)
+
+    def is_native(heads: int, queries: int, keys: int, dtype: torch.dtype, is_causal: bool = True) -> bool:
+        q, k = (torch.zeros(1, heads, n, 4, dtype=dtype) for n in (queries, keys))
+        return sa.ops.explain(q, k, k, is_causal=is_causal).startswith("native")
+
+    for dtype in (torch.bfloat16, torch.float16):
+        assert is_native(1, 3, 3, dtype) == has_vectors
+        assert is_native(9, 1, 100, dtype, is_causal=False) == has_vectors  # a decoding step
+        assert is_native(1, 128, 128, dtype)
+    for dtype in (torch.float32, torch.float64):
+        assert is_native(4, 64, 64, dtype) == has_vectors
+        assert not is_native(4, 63, 63, dtype)
+        assert not is_native(4, 64, 64, dtype, is_causal=False)
+        assert not is_native(9, 1, 4096, dtype, is_causal=False)
+        assert is_native(1, 128, 128, dtype, is_causal=False)
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("heads", "queries", "keys", "is_causal"),
+    [
+        (4, 70, 70, True),
+        (4, 70, 70, False),
+        (9, 1, 200, False),
+        (2, 5, 130, True),
+        (2, 5, 130, False),
+        (3, 17, 3, False),
+    ],
+)
+def test_short_plain_calls(dtype, heads: int, queries: int, keys: int, is_causal: bool) -> None:
+    """What ``auto`` computes, with and without gradients, is what the definition says."""
+    sizes = [(2, heads, queries, 24), (2, heads, keys, 24), (2, heads, keys, 9)]
+    leaves = [torch.randn(size).to(dtype).requires_grad_() for size in sizes]
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    out, expected = (
+        sa.structured_attention(*x, is_causal=is_causal, backend=backend)
+        for x, backend in ((leaves, "auto"), (exact, "reference"))
+    )
+    gradients = torch.autograd.grad(out.double().square().sum(), leaves)
+    of_exact = torch.autograd.grad(expected.square().sum(), exact)
+    bound = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}[dtype]
+    for found, wanted in zip((out, *gradients), (expected, *of_exact), strict=True):
+        assert (found.double() - wanted).norm() <= bound * wanted.norm()
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "key_heads", "queries"), [(17, 1, 1), (12, 2, 64), (6, 3, 3)])
+def test_heads_that_share_keys_are_computed_together(dtype, heads: int, key_heads: int, queries: int) -> None:
+    """Where one tile has all queries; however many of them a thread takes, the numbers are the same."""
+    keys = queries + 70
+    q, k, v = (torch.randn(2, h, n, 24).to(dtype) for h, n in ((heads, queries), (key_heads, keys), (key_heads, keys)))
+    exact = sa.structured_attention(q.double(), k.double(), v.double(), backend="reference")
+    before = torch.get_num_threads()
+    try:
+        found = []
+        for threads in (1, 3, 16):
+            torch.set_num_threads(threads)
+            found.append(sa.structured_attention(q, k, v, backend="native"))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(one, found[0]) for one in found)
+    bound = {torch.float64: 1e-12, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+    assert (found[0].double() - exact).norm() <= bound * exact.norm()
 
 
 @pytest.mark.usefixtures("built")

@@ -45,8 +45,8 @@ struct View {  // of (..., B, H, T, D), with rows of neighbouring numbers
   T* at(int64_t b, int64_t h, int64_t t) const { return data + b * batch + h * head + t * row; }
 };
 
-struct Work {  // a tile of queries of a head of a sequence
-  int64_t span, head, first;
+struct Work {  // a tile of queries of some heads of a sequence, which read the same keys
+  int64_t span, head, num_heads, first;
 };
 
 std::vector<Span> spans_of(const Tensor& x) {
@@ -242,6 +242,10 @@ class Weights {
   std::vector<P> over_columns_, over_rows_;
 };
 
+// Heads whose queries are computed together, where they read the same keys: their sums stay near.
+constexpr int64_t kMostTogether = 8;
+const std::vector<Span> kNoSpans;
+
 // How much a score may be above the one that weights are relative to. Their sums stay far from the largest number, and
 // seldom need another scale: only where a score comes that is larger than that.
 constexpr int kSlack = 8;
@@ -291,22 +295,38 @@ std::tuple<Tensor, Tensor> forward_of(const Tensor& q, const Tensor& k, const Te
   Tensor lse = empty({q.size(0), heads, q.size(2)}, dtype_of<T>());
   const View<const I> queries_of(q), keys_of(k), values_of(v);
   const View<I> outs(out);
-  const Packed<PackedAs<I>> keys(spans, k, depth * kCols, [&](int64_t head, const Span& span, PackedAs<I>* to) {
+  // Where one tile has all queries of a head, each tile of keys is packed when it is read, for heads that share it:
+  // no copy of all keys is made for few queries.
+  int64_t most_rows = 0;
+  for (const Span& span : spans) most_rows = std::max(most_rows, std::min(span.num_queries, kRows + 1));
+  const bool is_read_once = most_rows <= kRows;
+  const std::vector<Span>& packed = is_read_once ? kNoSpans : spans;
+  const Packed<PackedAs<I>> keys(packed, k, depth * kCols, [&](int64_t head, const Span& span, PackedAs<I>* to) {
     pack<I>(keys_of.at(span.row, head, span.key), keys_of.row, span.num_keys, layout.keys, to);
   });
-  const Packed<PackedAs<I>> values(spans, v, stacked, [&](int64_t head, const Span& span, PackedAs<I>* to) {
+  const Packed<PackedAs<I>> values(packed, v, stacked, [&](int64_t head, const Span& span, PackedAs<I>* to) {
     if constexpr (kIsPair<P>) stack(values_of.at(span.row, head, span.key), values_of.row, span.num_keys, size, to);
   });
   T* const lses = lse.data_ptr<T>();
   std::fill_n(lses, lse.numel(), kNone<T>);
   const int64_t num_queries = q.size(2);
+  int64_t together = 1;  // heads
+  if (is_read_once) {
+    most_rows = std::max<int64_t>(most_rows, 1);
+    const int64_t all = static_cast<int64_t>(spans.size()) * heads;
+    together = std::clamp<int64_t>(all / num_threads(), 1, std::min(share, kMostTogether));
+  } else {
+    most_rows = kRows;
+  }
   std::vector<Work> work;
   for (size_t n = 0; n < spans.size(); ++n) {
     const int64_t tiles = tiles_of(spans[n].num_queries, kRows);
-    for (int64_t h = 0; h < heads; ++h)
+    for (int64_t h = 0, next = 0; h < heads; h = next) {
+      next = std::min(h + together, (h / share + 1) * share);
       for (int64_t i = 0; i < tiles;
            ++i)  // the first and the last in turn: their work differs, that of the threads should not
-        work.push_back({static_cast<int64_t>(n), h, (i % 2 ? tiles - 1 - i / 2 : i / 2) * kRows});
+        work.push_back({static_cast<int64_t>(n), h, next - h, (i % 2 ? tiles - 1 - i / 2 : i / 2) * kRows});
+    }
   }
   parallel_for(static_cast<int64_t>(work.size()), [&](int64_t begin, int64_t end) {
     const RegistersFor<P> registers;
@@ -315,66 +335,82 @@ std::tuple<Tensor, Tensor> forward_of(const Tensor& q, const Tensor& k, const Te
     constexpr size_t kTotals = kIsPair<P> ? 2 : 1;
     // Of each row the sums over the last tiles, and after them those over all before, with their totals: of long rows
     // sums of sums.
-    const int64_t own = 2 * size + static_cast<int64_t>(kTotals) * W;
-    std::vector<T> score(kRows * kCols), sums(kRows * own), most(kRows), total(kTotals * kRows * W);
-    T* const rounded = total.data() + (kTotals - 1) * kRows * W;
-    Query<I> query(layout.keys, layout.per_dim.data(), false);
-    Keys<I> tile_keys(dim * kCols), tile_values(size * kCols);
+    const int64_t own = 2 * size + static_cast<int64_t>(kTotals) * W, most_of_all = together * most_rows;
+    std::vector<T> score(most_rows * kCols), sums(most_of_all * own), most(most_of_all),
+        total(kTotals * most_of_all * W);
+    T* const rounded = total.data() + (kTotals - 1) * most_of_all * W;
+    std::vector<Query<I>> queries;
+    for (int64_t h = 0; h < together; ++h) queries.emplace_back(layout.keys, layout.per_dim.data(), false);
+    Keys<I> tile_keys(is_read_once ? 0 : dim * kCols), tile_values(size * kCols);
+    const Buffer<P> own_keys(is_read_once ? depth * kCols : 0);
+    const Buffer<PackedAs<I>> own_values(is_read_once ? stacked : 0);
     Weights<P> weights(true, false);
     Tiles<P> tiles(layout);
     const auto flush = [&](int64_t rows) {
       for (int64_t i = 0; i < rows; ++i) {
         T* const last = sums.data() + i * own;
         add_up(last, size, last + size);
-        for (size_t n = 0; n < kTotals; ++n) add_up(total.data() + (n * kRows + i) * W, W, last + 2 * size + n * W);
+        for (size_t n = 0; n < kTotals; ++n)
+          add_up(total.data() + (n * most_of_all + i) * W, W, last + 2 * size + n * W);
       }
     };
     for (int64_t n = begin; n < end; ++n) {
-      const auto [number, head, first] = work[n];
+      const auto [number, head, num_heads, first] = work[n];
       const Span& span = spans[number];
-      const int64_t rows = std::min(kRows, span.num_queries - first);
-      query.set(queries_of.at(span.row, head, span.query + first), queries_of.row, rows);
-      std::fill_n(sums.begin(), rows * own, T(0));
+      const int64_t rows = std::min(kRows, span.num_queries - first), all_rows = num_heads * rows;
+      for (int64_t h = 0; h < num_heads; ++h)
+        queries[h].set(queries_of.at(span.row, head + h, span.query + first), queries_of.row, rows);
+      std::fill_n(sums.begin(), all_rows * own, T(0));
       int64_t recent = 0;
-      std::fill_n(most.begin(), rows, kNone<T>);
+      std::fill_n(most.begin(), all_rows, kNone<T>);
       std::fill(total.begin(), total.end(), T(0));
-      const PackedAs<I>*const key_t = keys.at(number, head / share, span), *const value_rows =
-                                                                               values.at(number, head / share, span);
       for (const Tile<P>& tile : tiles.of(span, first, rows)) {
-        const auto [query_rows, query_stride] = query.rows();
-        tile.products(layout.keys, layout.per_count.data(), query_rows, query_stride,
-                      tile_keys.packed(key_t + tile.from * depth, depth), score.data());
-        terms.add(span, head, first, rows, tile, score.data(), nullptr);
-        for (int64_t i = 0; i < rows; ++i) {
-          const auto [low, high] = tile.seen(i, kNone<T>, score.data() + i * kCols);
-          std::array<T*, kTotals> totals{total.data() + i * W};
-          totals.back() = rounded + i * W;
-          weigh(score.data() + i * kCols, low, high, sums.data() + i * own, own, most[i], totals);
+        const P* key = own_keys.data();
+        const PackedAs<I>* value_rows = own_values.data();
+        const I* const from = values_of.at(span.row, head / share, span.key + tile.from);
+        if (is_read_once) {
+          pack<I>(keys_of.at(span.row, head / share, span.key + tile.from), keys_of.row, tile.cols, layout.keys,
+                  own_keys.data());
+          if constexpr (kIsPair<P>) stack(from, values_of.row, tile.cols, size, own_values.data());
+        } else {
+          key = tile_keys.packed(keys.at(number, head / share, span) + tile.from * depth, depth);
+          value_rows = values.at(number, head / share, span) + tile.from / kCols * stacked;
         }
-        const Sides<P> sides = weights.of(score.data(), rows);
+        const auto [value, stride] = tile_values.rows(value_rows, from, values_of.row, tile.cols, size);
+        for (int64_t h = 0; h < num_heads; ++h) {
+          const int64_t at = h * rows;
+          const auto [query_rows, query_stride] = queries[h].rows();
+          tile.products(layout.keys, layout.per_count.data(), query_rows, query_stride, key, score.data());
+          terms.add(span, head + h, first, rows, tile, score.data(), nullptr);
+          for (int64_t i = 0; i < rows; ++i) {
+            const auto [low, high] = tile.seen(i, kNone<T>, score.data() + i * kCols);
+            std::array<T*, kTotals> totals{total.data() + (at + i) * W};
+            totals.back() = rounded + (at + i) * W;
+            weigh(score.data() + i * kCols, low, high, sums.data() + (at + i) * own, own, most[at + i], totals);
+          }
+          const Sides<P> sides = weights.of(score.data(), rows);
 #if defined(__AVX512BF16__)
-        if constexpr (kIsPair<P>) add_pairs(sides.over_columns, rows, rounded);
+          if constexpr (kIsPair<P>) add_pairs(sides.over_columns, rows, rounded + at * W);
 #endif
-        const auto [value, stride] = tile_values.rows(value_rows + tile.from / kCols * stacked,
-                                                      values_of.at(span.row, head / share, span.key + tile.from),
-                                                      values_of.row, tile.cols, size);
-        tile.walk(layout.values.numbers, sides, [&](int64_t step, int64_t begin, int64_t count) {
-          tile.add_to_rows(step, sides, value + begin, stride, count, sums.data() + begin, own);
-        });
-        if (++recent % kTilesPerSum == 0) flush(rows);
+          tile.walk(layout.values.numbers, sides, [&](int64_t step, int64_t begin, int64_t count) {
+            tile.add_to_rows(step, sides, value + begin, stride, count, sums.data() + at * own + begin, own);
+          });
+        }
+        if (++recent % kTilesPerSum == 0) flush(all_rows);
       }
-      flush(rows);
-      T* const to_lse = lses + (span.row * heads + head) * num_queries + span.query + first;
-      for (int64_t i = 0; i < rows; ++i) {
-        const T* const all = sums.data() + i * own + size;
+      flush(all_rows);
+      for (int64_t n = 0; n < all_rows; ++n) {
+        const int64_t h = head + n / rows, i = n % rows;
+        const T* const all = sums.data() + n * own + size;
         const T weight = sum_of(V::loadu(all + size)), divisor = sum_of(V::loadu(all + size + (kTotals - 1) * W));
-        I* const to = outs.at(span.row, head, span.query + first + i);
+        I* const to = outs.at(span.row, h, span.query + first + i);
         if (divisor == 0) {  // it sees nothing
           std::fill_n(to, size, I(0));
           continue;
         }
         multiplied<T>(all, 1 / divisor, size, to);
-        to_lse[i] = most[i] + logarithm(weight * (1 << kHalvings));
+        lses[(span.row * heads + h) * num_queries + span.query + first + i] =
+            most[n] + logarithm(weight * (1 << kHalvings));
       }
     }
   });

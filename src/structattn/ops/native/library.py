@@ -41,6 +41,18 @@ def instructions() -> str | None:
     return named
 
 
+@functools.cache
+def has_vectors() -> bool:
+    """Whether the library of this machine is compiled for more than what every CPU of its kind has, where
+    short calls and numbers of 16 bits are slow.
+
+    Raises:
+        ConfigError: see ``instructions``.
+    """
+    chosen = instructions()
+    return chosen is not None and bool(compiler.INSTRUCTIONS[chosen])
+
+
 def _package() -> Path | None:
     """The folder of the package structattn-native, where it is installed with a library, for whatever
     machine.

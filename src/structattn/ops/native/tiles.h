@@ -479,32 +479,37 @@ class Tiles {
 
 // x (count, size), its rows `stride` apart, transposed by tiles of kCols rows: (tiles, depth, kCols), zero beyond the
 // last.
-template <typename I>
-void pack(const I* x, int64_t stride, int64_t count, const Slices<Sum<Operand<I>>>& slices, PackedAs<I>* out) {
+template <typename I, typename O>
+void pack(const I* x, int64_t stride, int64_t count, const Slices<Sum<Operand<I>>>& slices, O* out) {
   using T = Sum<Operand<I>>;
   constexpr int64_t S = kSquare<T>;
   const int64_t depth = slices.depth();
-  std::vector<PackedAs<I>> row(kIsPair<Operand<I>> ? S * depth : 0);
+  std::vector<O> row(kIsPair<Operand<I>> ? S * depth : 0);
   for (int64_t first = 0; first < count; first += kCols, out += depth * kCols) {
     const int64_t rows = std::min(kCols, count - first);
-    if (rows < kCols) std::fill(out, out + depth * kCols, PackedAs<I>());
+    if (rows < kCols) std::fill(out, out + depth * kCols, O());
     for (int64_t j = 0; j < rows; j += S) {
       const I* const from = x + (first + j) * stride;
       const int64_t some = std::min(S, rows - j);
       if constexpr (kIsPair<Operand<I>>) pad(from, stride, some, slices, row.data());
       for (int64_t d = 0; d < depth; d += S) {
         const int64_t dims = std::min(S, depth - d);
-        PackedAs<I>* const to = out + d * kCols + j;
+        O* const to = out + d * kCols + j;
         if constexpr (kIsPair<Operand<I>>) {  // a pair has the size of a float
           transpose<float>(reinterpret_cast<const float*>(row.data() + d), depth, some, dims,
                            reinterpret_cast<float*>(to), kCols);
         } else if constexpr (std::is_same_v<I, T>) {
           transpose<T>(from + d, stride, some, dims, to, kCols);
         } else {
-          T square[S * S], transposed[S * S];
+          T square[S * S];
           for (int64_t n = 0; n < some; ++n) converted<T, I, T>(from + n * stride + d, nullptr, dims, square + n * S);
-          transpose<T>(square, S, some, dims, transposed, S);
-          for (int64_t n = 0; n < dims; ++n) converted<T, T, I>(transposed + n * S, nullptr, some, to + n * kCols);
+          if constexpr (std::is_same_v<O, T>) {
+            transpose<T>(square, S, some, dims, to, kCols);
+          } else {
+            T transposed[S * S];
+            transpose<T>(square, S, some, dims, transposed, S);
+            for (int64_t n = 0; n < dims; ++n) converted<T, T, O>(transposed + n * S, nullptr, some, to + n * kCols);
+          }
         }
       }
     }

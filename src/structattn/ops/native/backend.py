@@ -147,7 +147,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
         and lse (B, H, T), contiguous, float32 or float64, base e.
 
     Cost: ``layout.score_flops`` + ``layout.value_flops``, for whole tiles, and one exponential per visible
-        pair; memory for a copy of the keys in their dtype, and of bfloat16 values.
+        pair; with more than 64 queries memory for a copy of the keys in their dtype, and of bfloat16 values.
     """
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     if not q.numel() or not k.numel() or not v.numel():

@@ -538,20 +538,26 @@ def test_auto_uses_it_for_short_plain_calls(monkeypatch: pytest.MonkeyPatch, has
     """Where it is faster than PyTorch's kernels: docs/short-calls.md. Without vectors it is slower."""
     monkeypatch.setattr(library, "has_vectors", lambda: has_vectors)
 
-    def is_native(heads: int, queries: int, keys: int, dtype: torch.dtype, is_causal: bool = True) -> bool:
-        q, k = (torch.zeros(1, heads, n, 4, dtype=dtype) for n in (queries, keys))
+    def is_native(
+        heads: int, queries: int, keys: int, dtype: torch.dtype, is_causal: bool, share: int = 1, grad: bool = False
+    ) -> bool:
+        q = torch.zeros(1, heads, queries, 4, dtype=dtype, requires_grad=grad)
+        k = torch.zeros(1, heads // share, keys, 4, dtype=dtype)
         return sa.ops.explain(q, k, k, is_causal=is_causal).startswith("native")
 
     for dtype in (torch.bfloat16, torch.float16):
-        assert is_native(1, 3, 3, dtype) == has_vectors
-        assert is_native(9, 1, 100, dtype, is_causal=False) == has_vectors  # a decoding step
-        assert is_native(1, 128, 128, dtype)
+        assert is_native(1, 3, 3, dtype, True) == has_vectors
+        assert is_native(9, 1, 100, dtype, False) == has_vectors  # a decoding step
+        assert is_native(1, 128, 128, dtype, True)
     for dtype in (torch.float32, torch.float64):
-        assert is_native(4, 64, 64, dtype) == has_vectors
-        assert not is_native(4, 63, 63, dtype)
-        assert not is_native(4, 64, 64, dtype, is_causal=False)
-        assert not is_native(9, 1, 4096, dtype, is_causal=False)
-        assert is_native(1, 128, 128, dtype, is_causal=False)
+        assert is_native(4, 64, 64, dtype, True, grad=True) == has_vectors
+        assert not is_native(4, 63, 63, dtype, True)
+        assert not is_native(4, 64, 64, dtype, False)
+        assert is_native(9, 1, 128, dtype, False, share=3) == has_vectors
+        assert not is_native(9, 1, 127, dtype, False, share=3)
+        assert not is_native(9, 1, 4096, dtype, False)
+        assert not is_native(9, 1, 4096, dtype, False, share=3, grad=True)
+        assert is_native(1, 128, 128, dtype, False, grad=True)
 
 
 @pytest.mark.usefixtures("built")

@@ -37,9 +37,9 @@ DENSE_SCORES = 2**18
 # With a bias or a mask the blocked backend computes one batch row after another: short rows are dense,
 # however many there are, within this.
 DENSE_BATCH_SCORES = 2**25
-# Where the C++ code is faster than PyTorch's kernels on a CPU: from this number of queries and of keys on;
-# with vector instructions also in 16 bits, and from this number of causal scores of all heads on
-# (docs/short-calls.md#plain-attention).
+# Where the C++ code is faster than PyTorch's kernels on a CPU: from this number of queries and of keys on. With
+# vector instructions also in 16 bits; from this number of keys on where heads share them and nothing has a
+# gradient; and from this number of causal scores of all heads on (docs/short-calls.md#plain-attention).
 NATIVE_LENGTH = 128
 NATIVE_SCORES = 2**14
 
@@ -225,7 +225,7 @@ def _is_native(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) ->
     if not q.is_cpu or is_exporting():  # an exported program may run on another machine
         return False
     is_pytorchs = len(call.layout.ranks) == 1 and sdpa.suits(q, k, v, call, return_lse or call.terms.sinks is not None)
-    if is_pytorchs and not (_is_faster_than_pytorchs(q, k, call) or _is_masked_twice(call)):
+    if is_pytorchs and not (_is_faster_than_pytorchs(q, k, v, call) or _is_masked_twice(call)):
         return False
     if is_pytorchs and _needs_bias_gradient(call):
         return False
@@ -235,15 +235,17 @@ def _is_native(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) ->
     return False
 
 
-def _is_faster_than_pytorchs(q: Tensor, k: Tensor, call: Call) -> bool:
+def _is_faster_than_pytorchs(q: Tensor, k: Tensor, v: Tensor, call: Call) -> bool:
     """Whether the C++ code takes less time for a call of one level than PyTorch's kernels do."""
     batch, heads, num_queries, _ = q.shape
-    if holds(num_queries >= NATIVE_LENGTH) and holds(k.shape[2] >= NATIVE_LENGTH):
+    has_many_keys = holds(k.shape[2] >= NATIVE_LENGTH)
+    if has_many_keys and holds(num_queries >= NATIVE_LENGTH):
         return True
     if not _has_vectors():
         return False
-    scores = batch * heads * num_queries * k.shape[2]
-    return q.dtype.itemsize == 2 or (call.is_causal and holds(scores >= NATIVE_SCORES))
+    if q.dtype.itemsize == 2 or (has_many_keys and k.shape[1] < heads and not needs_gradient(q, k, v)):
+        return True
+    return call.is_causal and holds(batch * heads * num_queries * k.shape[2] >= NATIVE_SCORES)
 
 
 def _is_masked_twice(call: Call) -> bool:

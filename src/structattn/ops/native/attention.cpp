@@ -281,6 +281,70 @@ void weigh(T* row, int64_t first, int64_t last, T* sums, int64_t size, T& most, 
   added.store(totals[0]);
 }
 
+// f(std::integral_constant<int, M>, first) for up to four rows at a time.
+template <typename F>
+void by_four(int64_t rows, const F& f) {
+  int64_t m = 0;
+  for (; m + 4 <= rows; m += 4) f(std::integral_constant<int, 4>(), m);
+  if (rows - m == 3) f(std::integral_constant<int, 3>(), m);
+  if (rows - m == 2) f(std::integral_constant<int, 2>(), m);
+  if (rows - m == 1) f(std::integral_constant<int, 1>(), m);
+}
+
+// score (rows, kCols) = the products of queries (rows, size) and some keys, which lie `stride` apart; 0 after the last.
+template <typename T, typename I>
+void score_keys(const T* q, int64_t rows, const I* keys, int64_t stride, int64_t count, int64_t size, T* score) {
+  std::fill_n(score, rows * kCols, T(0));
+  by_four(rows, [&](auto some, int64_t m) {
+    constexpr int M = some(), R = kIsWide || M == 1 ? 4 : 2;
+    int64_t j = 0;
+    for (; j + R <= count; j += R)
+      add_dots<M, R>(q + m * size, size, keys + j * stride, stride, size, score + m * kCols + j, kCols, 1);
+    for (; j < count; ++j)
+      add_dots<M, 1>(q + m * size, size, keys + j * stride, 0, size, score + m * kCols + j, kCols, 1);
+  });
+}
+
+// sums (rows, size), `own` apart, += weights (rows, kCols) times some values, which lie `stride` apart.
+template <typename T, typename I>
+void add_weighed(const T* weights, int64_t rows, const I* values, int64_t stride, int64_t count, int64_t size, T* sums,
+                 int64_t own) {
+  using V = Vec<T>;
+  constexpr int64_t W = V::size();
+  by_four(rows, [&](auto some, int64_t m) {
+    constexpr int M = some(), N = kIsWide || M == 1 ? 4 : 2;
+    const auto add = [&]<int kVectors>(std::integral_constant<int, kVectors>, int64_t d) {
+      V sum[M][kVectors];
+#pragma GCC unroll 4
+      for (int i = 0; i < M; ++i)
+#pragma GCC unroll 4
+        for (int n = 0; n < kVectors; ++n) sum[i][n] = V::loadu(sums + (m + i) * own + d + n * W);
+      for (int64_t j = 0; j < count; ++j) {
+        V value[kVectors];
+#pragma GCC unroll 4
+        for (int n = 0; n < kVectors; ++n) value[n] = load_numbers(values + j * stride + d + n * W);
+#pragma GCC unroll 4
+        for (int i = 0; i < M; ++i) {
+          const V weight(weights[(m + i) * kCols + j]);
+#pragma GCC unroll 4
+          for (int n = 0; n < kVectors; ++n) sum[i][n] = fmadd(weight, value[n], sum[i][n]);
+        }
+      }
+#pragma GCC unroll 4
+      for (int i = 0; i < M; ++i)
+#pragma GCC unroll 4
+        for (int n = 0; n < kVectors; ++n) sum[i][n].store(sums + (m + i) * own + d + n * W);
+    };
+    int64_t d = 0;
+    for (; d + N * W <= size; d += N * W) add(std::integral_constant<int, N>(), d);
+    for (; d + W <= size; d += W) add(std::integral_constant<int, 1>(), d);
+    for (; d < size; ++d)
+      for (int i = 0; i < M; ++i)
+        for (int64_t j = 0; j < count; ++j)
+          sums[(m + i) * own + d] += weights[(m + i) * kCols + j] * static_cast<T>(values[j * stride + d]);
+  });
+}
+
 template <typename I>
 std::tuple<Tensor, Tensor> forward_of(const Tensor& q, const Tensor& k, const Tensor& v,
                                       const Layout<Operand<I>>& layout, const Terms<Sum<Operand<I>>>& terms,
@@ -336,8 +400,8 @@ std::tuple<Tensor, Tensor> forward_of(const Tensor& q, const Tensor& k, const Te
     // Of each row the sums over the last tiles, and after them those over all before, with their totals: of long rows
     // sums of sums.
     const int64_t own = 2 * size + static_cast<int64_t>(kTotals) * W, most_of_all = together * most_rows;
-    std::vector<T> score(most_rows * kCols), sums(most_of_all * own), most(most_of_all),
-        total(kTotals * most_of_all * W);
+    std::vector<T> score(std::max(most_rows, together) * kCols), sums(most_of_all * own), most(most_of_all),
+        total(kTotals * most_of_all * W), single(together * dim);
     T* const rounded = total.data() + (kTotals - 1) * most_of_all * W;
     std::vector<Query<I>> queries;
     for (int64_t h = 0; h < together; ++h) queries.emplace_back(layout.keys, layout.per_dim.data(), false);
@@ -368,6 +432,30 @@ std::tuple<Tensor, Tensor> forward_of(const Tensor& q, const Tensor& k, const Te
         const P* key = own_keys.data();
         const PackedAs<I>* value_rows = own_values.data();
         const I* const from = values_of.at(span.row, head / share, span.key + tile.from);
+        if (is_read_once && rows == 1 && tile.is_even()) {  // one query of each head: nothing is packed
+          const int64_t shared = layout.keys.numbers[tile.all], weighed = layout.values.numbers[tile.all];
+          for (int64_t h = 0; h < num_heads; ++h)
+            converted<T, I, T>(queries_of.at(span.row, head + h, span.query + first), layout.per_dim.data(), shared,
+                               single.data() + h * shared);
+          score_keys(single.data(), num_heads, keys_of.at(span.row, head / share, span.key + tile.from), keys_of.row,
+                     tile.cols, shared, score.data());
+          const V factor(layout.per_count[tile.all - 1]);
+          for (int64_t h = 0; h < num_heads; ++h) {
+            T* const row = score.data() + h * kCols;
+            map([&](V x) { return x * factor; }, row, row, kCols);
+            terms.add(span, head + h, first, rows, tile, row, nullptr);
+            const auto [low, high] = tile.seen(0, kNone<T>, row);
+            std::array<T*, kTotals> totals{total.data() + h * W};
+            totals.back() = rounded + h * W;
+            weigh(row, low, high, sums.data() + h * own, own, most[h], totals);
+            if constexpr (kTotals > 1)  // these weights are not rounded
+              for (int64_t c = low; c < high; c += W)
+                (V::loadu(totals.back()) + V::loadu(row + c)).store(totals.back());
+          }
+          add_weighed(score.data(), num_heads, from, values_of.row, tile.cols, weighed, sums.data(), own);
+          if (++recent % kTilesPerSum == 0) flush(all_rows);
+          continue;
+        }
         if (is_read_once) {
           pack<I>(keys_of.at(span.row, head / share, span.key + tile.from), keys_of.row, tile.cols, layout.keys,
                   own_keys.data());

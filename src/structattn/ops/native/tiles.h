@@ -226,6 +226,9 @@ class Tile {
   // are added.
   int64_t base() const { return (all > 0 ? all : steps_[0].last) - 1; }
 
+  // Whether all pairs share the same levels.
+  bool is_even() const { return all > 0 && steps_.empty(); }
+
   // Notes the keys that each row shares the next level with: once for every level from `all` to the last that any pair
   // shares.
   void note(const int64_t* low, const int64_t* high) {

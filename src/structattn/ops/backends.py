@@ -37,9 +37,9 @@ DENSE_SCORES = 2**18
 # With a bias or a mask the blocked backend computes one batch row after another: short rows are dense,
 # however many there are, within this.
 DENSE_BATCH_SCORES = 2**25
-# Where the C++ code is faster than PyTorch's kernels on a CPU: from this number of queries and of keys on. With
-# vector instructions also in 16 bits; from this number of keys on where heads share them and nothing has a
-# gradient; and from this number of causal scores of all heads on (docs/short-calls.md#plain-attention).
+# Where the C++ code is faster than PyTorch's kernels on a CPU: from this number of queries and of keys on.
+# With vector instructions also in 16 bits; from this number of keys on where heads share them and nothing has
+# a gradient; and from this number of causal scores of all heads on (docs/short-calls.md#plain-attention).
 NATIVE_LENGTH = 128
 NATIVE_SCORES = 2**14
 

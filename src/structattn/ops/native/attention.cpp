@@ -291,17 +291,19 @@ void by_four(int64_t rows, const F& f) {
   if (rows - m == 1) f(std::integral_constant<int, 1>(), m);
 }
 
-// score (rows, kCols) = the products of queries (rows, size) and some keys, which lie `stride` apart; 0 after the last.
+// score (rows, kCols) = the products of `size` dimensions of queries, `q_row` apart, and some keys, `stride` apart; 0
+// after the last.
 template <typename T, typename I>
-void score_keys(const T* q, int64_t rows, const I* keys, int64_t stride, int64_t count, int64_t size, T* score) {
+void score_keys(const T* q, int64_t q_row, int64_t rows, const I* keys, int64_t stride, int64_t count, int64_t size,
+                T* score) {
   std::fill_n(score, rows * kCols, T(0));
   by_four(rows, [&](auto some, int64_t m) {
     constexpr int M = some(), R = kIsWide || M == 1 ? 4 : 2;
     int64_t j = 0;
     for (; j + R <= count; j += R)
-      add_dots<M, R>(q + m * size, size, keys + j * stride, stride, size, score + m * kCols + j, kCols, 1);
+      add_dots<M, R>(q + m * q_row, q_row, keys + j * stride, stride, size, score + m * kCols + j, kCols, 1);
     for (; j < count; ++j)
-      add_dots<M, 1>(q + m * size, size, keys + j * stride, 0, size, score + m * kCols + j, kCols, 1);
+      add_dots<M, 1>(q + m * q_row, q_row, keys + j * stride, 0, size, score + m * kCols + j, kCols, 1);
   });
 }
 
@@ -422,8 +424,11 @@ std::tuple<Tensor, Tensor> forward_of(const Tensor& q, const Tensor& k, const Te
       const auto [number, head, num_heads, first] = work[n];
       const Span& span = spans[number];
       const int64_t rows = std::min(kRows, span.num_queries - first), all_rows = num_heads * rows;
-      for (int64_t h = 0; h < num_heads; ++h)
-        queries[h].set(queries_of.at(span.row, head + h, span.query + first), queries_of.row, rows);
+      for (int64_t h = 0; h < num_heads; ++h) {
+        const I* const from = queries_of.at(span.row, head + h, span.query + first);
+        queries[h].set(from, queries_of.row, rows);
+        if (rows == 1) converted<T, I, T>(from, layout.per_dim.data(), dim, single.data() + h * dim);
+      }
       std::fill_n(sums.begin(), all_rows * own, T(0));
       int64_t recent = 0;
       std::fill_n(most.begin(), all_rows, kNone<T>);
@@ -434,11 +439,8 @@ std::tuple<Tensor, Tensor> forward_of(const Tensor& q, const Tensor& k, const Te
         const I* const from = values_of.at(span.row, head / share, span.key + tile.from);
         if (is_read_once && rows == 1 && tile.is_even()) {  // one query of each head: nothing is packed
           const int64_t shared = layout.keys.numbers[tile.all], weighed = layout.values.numbers[tile.all];
-          for (int64_t h = 0; h < num_heads; ++h)
-            converted<T, I, T>(queries_of.at(span.row, head + h, span.query + first), layout.per_dim.data(), shared,
-                               single.data() + h * shared);
-          score_keys(single.data(), num_heads, keys_of.at(span.row, head / share, span.key + tile.from), keys_of.row,
-                     tile.cols, shared, score.data());
+          score_keys(single.data(), dim, num_heads, keys_of.at(span.row, head / share, span.key + tile.from),
+                     keys_of.row, tile.cols, shared, score.data());
           const V factor(layout.per_count[tile.all - 1]);
           for (int64_t h = 0; h < num_heads; ++h) {
             T* const row = score.data() + h * kCols;

@@ -593,11 +593,11 @@ def test_short_plain_calls(dtype, heads: int, queries: int, keys: int, is_causal
 
 @pytest.mark.usefixtures("built")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("heads", "key_heads", "queries"), [(17, 1, 1), (12, 2, 64), (6, 3, 3)])
+@pytest.mark.parametrize(("heads", "key_heads", "queries"), [(17, 1, 1), (8, 2, 1), (12, 2, 64), (6, 3, 3)])
 def test_heads_that_share_keys_are_computed_together(dtype, heads: int, key_heads: int, queries: int) -> None:
     """Where one tile has all queries; however many of them a thread takes, the numbers are the same."""
     keys = queries + 70
-    q, k, v = (torch.randn(2, h, n, 24).to(dtype) for h, n in ((heads, queries), (key_heads, keys), (key_heads, keys)))
+    q, k, v = (torch.randn(2, h, n, 72).to(dtype) for h, n in ((heads, queries), (key_heads, keys), (key_heads, keys)))
     exact = sa.structured_attention(q.double(), k.double(), v.double(), backend="reference")
     before = torch.get_num_threads()
     try:

@@ -51,6 +51,19 @@ def test_a_row_whose_biases_are_all_far_below_zero(dtype, least, layout, backend
         assert float(grad.abs().max()) < 30
 
 
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("backend", (*BACKENDS, "native"))
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_a_row_of_the_least_numbers_has_no_nan(softcap, backend) -> None:
+    leaves = [x.requires_grad_() for x in make()]
+    bias = torch.zeros(20, 20)
+    bias[:3] = torch.finfo(torch.float32).min
+    leaves.append(bias.requires_grad_())
+    out = sa.structured_attention(*leaves[:3], attn_bias=bias, softcap=softcap, backend=backend)
+    for grad in torch.autograd.grad(out.sum(), leaves):
+        assert grad.isfinite().all()
+
+
 @pytest.mark.parametrize("layout", [None, ONE, TWO, sa.GlobalWindowLayout((4, 4), 3)], ids=str)
 def test_autocast_gives_the_dtype_of_pytorchs_attention(layout) -> None:
     dtypes = [(torch.float32,) * 3, (torch.float32, torch.bfloat16, torch.float16), (torch.float64,) * 3]

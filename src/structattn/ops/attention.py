@@ -45,8 +45,9 @@ def explain(
     """Which code ``backend="auto"`` runs for a call, and why, in one line:
     ``"blocked: 8 levels in memory linear in ... (...)"``.
 
-    Args: those of ``structured_attention``; only shapes, dtype and device of the tensors are looked at, so
-        that ``torch.empty(..., device="meta")`` is enough.
+    Args: those of ``structured_attention``; only shapes, dtype and device of the tensors are looked at, and
+        whether they need gradients. ``torch.empty(..., device="meta")`` says what runs on a device that is
+        no CPU.
     """
     terms = ScoreTerms(
         scale=scale, softcap=softcap, sinks=sinks, attn_mask=attn_mask, attn_bias=attn_bias, alibi_slopes=alibi_slopes
@@ -215,7 +216,9 @@ def structured_attention(
             causal). With a first window of sliding levels the smaller of the two counts. It hides no sink
             tokens of the layout.
         attn_bias: added to the scaled scores, broadcastable to (B, H, T, S), floating point; -inf hides a
-            pair. Scores are float32, or float64 where q is, and so is the bias then.
+            pair. Scores are float32, or float64 where q is, and so is the bias then. A row whose scores all
+            lie near one number beyond 1e6 has inexact gradients, as with PyTorch's kernels: hide pairs by
+            -inf or a mask.
         dropout_p: probability of dropping a weight, to 16 bits. A seed from torch's global CPU generator,
             batch row, head, query and key decide: every backend drops the same, but for PyTorch's kernels
             (one level on a GPU, ``"auto"``). Default 0.
@@ -260,7 +263,8 @@ def structured_attention(
     Cost: ``layout.score_flops(T)`` + 2 V (visible pairs) FLOPs per head are needed; the ``reference`` backend
     spends 2 T S (D + V) per head and memory for T x S scores. A soft cap costs a tanh per pair, ALiBi a
     multiply-add per pair, sinks one more pass over the output (or one more key, where all scores are kept);
-    PyTorch's own kernels, which compute one level on a GPU and without C++ code on a CPU, have none of them.
+    PyTorch's own kernels, which compute one level on a GPU and, where they are faster than the C++ code, on
+    a CPU, have none of them.
 
     Source: Kuang et al. 2025, section 5. Soft cap: Gemma Team 2024 (Gemma 2). Sinks: OpenAI 2025 (gpt-oss),
     after Xiao et al. 2023 (StreamingLLM). ALiBi: Press et al. 2022. Windows, ragged lengths, grouped heads

@@ -237,13 +237,15 @@ def _is_native(q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool) ->
 
 def _is_faster_than_pytorchs(q: Tensor, k: Tensor, v: Tensor, call: Call) -> bool:
     """Whether the C++ code takes less time for a call of one level than PyTorch's kernels do."""
+    if q.dtype.itemsize == 2 and _has_vectors():
+        return True
     batch, heads, num_queries, _ = q.shape
     has_many_keys = holds(k.shape[2] >= NATIVE_LENGTH)
     if has_many_keys and holds(num_queries >= NATIVE_LENGTH):
         return True
     if not _has_vectors():
         return False
-    if q.dtype.itemsize == 2 or (has_many_keys and k.shape[1] < heads and not needs_gradient(q, k, v)):
+    if has_many_keys and k.shape[1] < heads and not needs_gradient(q, k, v):
         return True
     return call.is_causal and holds(batch * heads * num_queries * k.shape[2] >= NATIVE_SCORES)
 

@@ -329,8 +329,9 @@ def backward(
     """
     grad_q, grad_k, grad_v = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     # A row that sees nothing, or is not there, has weights 0 whatever its columns are; infinity itself would
-    # make NaN.
-    offset = lse.masked_fill(lse == -torch.inf, torch.finfo(lse.dtype).max / 4)[..., None] * LOG2_E
+    # make NaN, and so would a row that sees only the least numbers, which are infinite in units of log 2.
+    large = torch.finfo(lse.dtype).max / 4
+    offset = lse.masked_fill(lse == -torch.inf, large).clamp(min=-large)[..., None] * LOG2_E
     if parameters.dropout is not None:
         grad_out = grad_out / parameters.dropout.keep_probability  # of the weights that are kept
     weights, changes, slopes, spares = _Scratch(q), _Scratch(q), _Scratch(q), _Scratch(q)

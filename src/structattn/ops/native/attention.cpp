@@ -298,12 +298,13 @@ void score_keys(const T* q, int64_t q_row, int64_t rows, const I* keys, int64_t 
                 T* score) {
   std::fill_n(score, rows * kCols, T(0));
   by_four(rows, [&](auto some, int64_t m) {
-    constexpr int M = some(), R = kIsWide || M == 1 ? 4 : 2;
+    // Two sums for each score, whatever M is: how many heads are together does not change a score.
+    constexpr int M = some(), R = M == 1 ? 4 : M == 2 ? (kIsWide ? 4 : 2) : (kIsWide ? 2 : 1);
     int64_t j = 0;
     for (; j + R <= count; j += R)
-      add_dots<M, R>(q + m * q_row, q_row, keys + j * stride, stride, size, score + m * kCols + j, kCols, 1);
+      add_dots<M, R, 2>(q + m * q_row, q_row, keys + j * stride, stride, size, score + m * kCols + j, kCols, 1);
     for (; j < count; ++j)
-      add_dots<M, 1>(q + m * q_row, q_row, keys + j * stride, 0, size, score + m * kCols + j, kCols, 1);
+      add_dots<M, 1, 2>(q + m * q_row, q_row, keys + j * stride, 0, size, score + m * kCols + j, kCols, 1);
   });
 }
 

@@ -140,7 +140,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     """Structured attention; the arguments are those of ``structured_attention``, checked.
 
     Sums are float32 for 16-bit inputs. With AVX512-BF16 the products of bfloat16 take bfloat16 numbers, and
-    weights are rounded to it, as in PyTorch's kernel; everywhere else 16 bits are converted tile by tile.
+    weights are rounded to it, as in PyTorch's kernel; everywhere else, and where each head has one query,
+    16 bits are converted tile by tile.
 
     Returns:
         out (B, H, T, V) in q's dtype, with the heads of a token side by side in memory where q has them so,
@@ -170,8 +171,8 @@ def over_two_ranges(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, starts: Tenso
     Returns:
         (B, H, T, V), in q's dtype.
 
-    Cost: 2 (D + V) FLOPs and one exponential per pair that is seen, for whole tiles; memory for a copy of the
-        keys in their dtype, and of bfloat16 values.
+    Cost: 2 (D + V) FLOPs and one exponential per pair that is seen, for whole tiles; with more than 64
+        queries memory for a copy of the keys in their dtype, and of bfloat16 values.
     """
     batch, num_queries, num_keys, dim = q.shape[0], q.shape[2], k.shape[2], q.shape[3]
     first = num_keys - num_queries

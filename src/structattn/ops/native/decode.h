@@ -119,14 +119,16 @@ T weigh(T* x, int64_t size) {
   return total + sum_of(added);
 }
 
+// How many sums a result of `add_dots` has, so that additions do not wait for each other.
+constexpr int sums_of(int results) { return results == 1 ? 4 : results <= 4 ? 2 : 1; }
+
 // out[m][r] += sum over c of a[m][c] b[r][c], for M and R rows: a_row and b_row apart, and the results out_row and
 // out_step.
-template <int M, int R, typename T, typename S>
+template <int M, int R, int kSums = sums_of(M * R), typename T, typename S>
 void add_dots(const T* a, int64_t a_row, const S* b, int64_t b_row, int64_t size, T* out, int64_t out_row,
               int64_t out_step) {
   using V = Vec<T>;
-  // Enough sums that additions do not wait for each other.
-  constexpr int64_t W = V::size(), kSums = M * R == 1 ? 4 : M * R <= 4 ? 2 : 1;
+  constexpr int64_t W = V::size();
   V sum[M][R][kSums];
 #pragma GCC unroll 4
   for (int m = 0; m < M; ++m)

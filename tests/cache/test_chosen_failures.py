@@ -53,6 +53,7 @@ class Tokens:
         return cache
 
 
+@pytest.mark.quick(name=["4 bits", "heads"])
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize("name", STORAGES)
 @torch.no_grad()

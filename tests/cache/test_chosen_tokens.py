@@ -254,6 +254,7 @@ def test_a_cache_of_padding_alone_has_nothing_to_save(tmp_path) -> None:
         cache.save(tmp_path / "cache.safetensors")
 
 
+@pytest.mark.quick(bits=[16, 4], wrong=[5])
 @pytest.mark.parametrize("padding", [None, (0, 9)])
 @pytest.mark.parametrize("wrong", [1, 5, 14])
 @pytest.mark.parametrize("bits", [16, 8, 4])

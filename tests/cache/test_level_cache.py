@@ -419,6 +419,7 @@ def test_crop_refuses_what_was_dropped() -> None:
     assert cache.length == 32
 
 
+@pytest.mark.quick(layout=["plain", "levels", "segments, values", "sliding, sink tokens"])
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 @pytest.mark.parametrize("padding", [None, (0, 4, 9)])
 def test_rows_can_be_reordered_and_selected(layout, padding) -> None:

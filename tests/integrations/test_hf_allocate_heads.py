@@ -218,6 +218,7 @@ def test_the_model_is_as_before_and_the_choice_is_saved(model, texts, found, tmp
     assert level_cache(loaded).nbytes == level_cache(changed).nbytes
 
 
+@pytest.mark.full
 def test_a_model_with_fewer_bits_is_trained_without_a_cache(model, texts, found) -> None:
     changed = structurize(copy.deepcopy(model), allocate(found, compression=3, context_length=2048))
     exact = copy.deepcopy(changed)

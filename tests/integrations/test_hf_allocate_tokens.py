@@ -242,6 +242,7 @@ def test_heads_have_the_groups_that_lose_least(found, monkeypatch, compression) 
     assert all(storage.recent >= 4 * size for storage in _storages(chosen))
 
 
+@pytest.mark.full
 def test_files_of_before_are_read(found, tmp_path) -> None:
     """Theirs have losses with one number of recent tokens, which fall by a power of it."""
     found.save(tmp_path / "new.safetensors")
@@ -323,6 +324,7 @@ def test_requests_together_have_the_tokens_that_each_has_alone(model, found, tex
         assert out.generated_tokens == alone[0, len(prompt) :].tolist()
 
 
+@pytest.mark.full
 @torch.no_grad()
 def test_drafts_leave_no_trace(smaller, texts) -> None:
     """Also where a block is decided on between them."""

@@ -100,6 +100,7 @@ def test_few_bits_lose_less_where_one_value_is_large() -> None:
     assert after < 0.5 * before
 
 
+@pytest.mark.full
 def test_it_comes_before_calibrate_and_is_saved(tmp_path) -> None:
     model = rotate_values(of_outliers())
     ids = torch.randint(3, 50, (4, 320), generator=torch.Generator().manual_seed(1))

@@ -417,6 +417,7 @@ def test_never_worse_than_no_matrix_at_all(text) -> None:
     assert fit(dense, text, refine=0).relative_error <= 1 + COMPUTED
 
 
+@pytest.mark.quick(text=["kronecker"])
 @pytest.mark.parametrize(
     "text",
     [
@@ -473,6 +474,7 @@ def test_the_random_numbers_of_others_are_left_alone_and_do_not_matter() -> None
     assert all(torch.equal(p, q) for p, q in zip(results[0].parameters(), results[1].parameters(), strict=True))
 
 
+@pytest.mark.quick(mode=[torch.inference_mode])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_fits_work_where_no_gradients_are_recorded(mode) -> None:
     expected = fit(gaussian(), "mlbtc:1x1x2|4x4x16s", refine=10).relative_error
@@ -540,6 +542,7 @@ def test_bad_input_is_named(call, error, message) -> None:
         call()
 
 
+@pytest.mark.full
 def test_the_progress_bar_is_shown_on_request(capsys, monkeypatch) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)  # in a log it would be a line a minute
     fit(gaussian(8, 8), Kaleidoscope(8, 8).double(), progress=True)

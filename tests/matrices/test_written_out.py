@@ -54,6 +54,7 @@ def results(product, x, cotangent, parameters):
     return [out, *(g for g in gradients if g is not None)]
 
 
+@pytest.mark.quick(name=["low rank", "btt", "kronecker, outer first", "mlbtc"])
 @pytest.mark.parametrize("name", MEMBERS)
 @given(
     shape=st.sampled_from([(8, 8), (12, 8), (8, 20)]),

@@ -58,6 +58,7 @@ def make(length=12, batch=2):
     return [torch.randn(batch, heads, length, 8, requires_grad=True) for heads in (4, 2, 2)]
 
 
+@pytest.mark.quick(layout=["none", "levels"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("backend", NAMED)
 def test_a_named_backend_runs(backend, layout, ran) -> None:

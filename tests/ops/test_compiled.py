@@ -269,6 +269,7 @@ def test_compiled_models(spec, option) -> None:
     check(module, compiled(module))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("spec", "option"), MODELS if ALL else [("mlr:4|4", "plain")])
 def test_exported_models(spec, option) -> None:
     module = Model(spec, option)

@@ -285,6 +285,14 @@ FULL = {
     "values",
     "halving",
     "grouped heads",
+    "levels of one size",
+    "only empty rows",
+    "a number as scale",
+    "window, rings below their buffers",
+    "surrounded by NaN, odd capacities",
+    "several tokens",
+    "a mask of keys, window",
+    "float16",
 }
 
 

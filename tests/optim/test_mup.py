@@ -515,6 +515,7 @@ def test_compiled_models_keep_their_roles() -> None:
     assert list(mup.roles_of(inner).values()) == expected
 
 
+@pytest.mark.full
 def test_distributed_data_parallel(one_process) -> None:
     from torch.nn.parallel import DistributedDataParallel
 

@@ -230,6 +230,7 @@ def test_other_text_is_another_comparison(folder, book, tmp_path) -> None:
         compare_caches(config, tmp_path / "out", resume=True, **options)
 
 
+@pytest.mark.full
 def test_other_weights_or_another_calibration_are_another_comparison(folder, book, tmp_path) -> None:
     from structattn.integrations.transformers import calibrate
 

@@ -74,6 +74,7 @@ def test_sizes_do_not_depend_on_the_width_under_mup(structure) -> None:
         assert abs(steepest) <= 0.1, (structure, quantity, found)
 
 
+@pytest.mark.full
 def test_sizes_grow_with_the_width_in_the_standard_parametrisation() -> None:
     row = coordinate_check("standard", "standard", dataclasses.replace(FLAT, seeds=1))
     slopes = {name: max(s for s in row.slopes[name].values() if s is not None) for name in QUANTITIES}

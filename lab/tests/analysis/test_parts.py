@@ -35,6 +35,7 @@ def numbers(folder):
         return [{name: x for name, x in row.items() if name != "tokens_per_second"} for row in csv.DictReader(file)]
 
 
+@pytest.mark.full
 def test_parts_are_the_whole(tmp_path, capsys) -> None:
     whole = compared(tmp_path / "whole", SPECS)
     parts = [compared(tmp_path / "a", SPECS[:2]), compared(tmp_path / "b", (SPECS[0], SPECS[2]))]

@@ -63,6 +63,7 @@ def test_a_variant_has_one_colour_in_all_figures() -> None:
     ]
 
 
+@pytest.mark.full
 def test_letters_have_one_size_in_all_figures_of_a_page(tmp_path: Path) -> None:
     page = write_pages(recorded("forecast"), tmp_path).read_text(encoding="utf-8")
     sizes = re.findall(r'<svg [^>]*viewBox="0 0 ([\d.]+) [^>]*style="max-width:([\d.]+)rem"', page)

@@ -86,6 +86,7 @@ def test_a_worker_does_not_outlive_its_killed_parent(tmp_path):
     assert not left
 
 
+@pytest.mark.full
 def test_the_bar_of_several_runs_counts_steps_also_of_those_that_were_done_before(
     tmp_path, capsys, forked_workers
 ) -> None:

@@ -312,6 +312,7 @@ def test_a_sweep_its_best_command_and_going_on(tmp_path: Path, capsys) -> None:
     assert [facts(trial) for trial in resumed] == [facts(trial) for trial in read(tmp_path / "at once")["trials"]]
 
 
+@pytest.mark.full
 def test_a_finished_sweep_or_run_is_only_read(tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     sweep = sweep_command(Path(), trials=2)

@@ -153,6 +153,7 @@ def test_scores_by_definition(noise: float) -> None:
     assert float(loss) == pytest.approx(float((predicted - batch["ys"]).square().mean()))
 
 
+@pytest.mark.quick(function=["linear", "decision-tree"])
 @pytest.mark.parametrize("covariates", ["isotropic", "skewed"])
 @pytest.mark.parametrize("function", ["linear", "sparse-linear", "relu-network", "decision-tree"])
 def test_a_model_that_knows_nothing_scores_1(function: str, covariates: str) -> None:

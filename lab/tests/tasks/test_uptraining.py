@@ -613,6 +613,7 @@ def test_the_axis_of_losses_has_three_marks(top, bottom) -> None:
     assert sum(low <= mark <= high for mark in ax.get_yticks()) >= 3
 
 
+@pytest.mark.full
 def test_variants_with_other_windows_are_drawn_with_their_own(tmp_path) -> None:
     """Recall is measured at other distances, and a step has other tokens."""
     recipe = dataclasses.replace(

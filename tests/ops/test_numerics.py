@@ -52,7 +52,7 @@ def test_a_row_whose_biases_are_all_far_below_zero(dtype, least, layout, backend
 
 
 @pytest.mark.usefixtures("built")
-@pytest.mark.parametrize("backend", (*BACKENDS, "native"))
+@pytest.mark.parametrize("backend", [*BACKENDS, "native"])
 @pytest.mark.parametrize("softcap", [None, 30.0])
 def test_a_row_of_the_least_numbers_has_no_nan(softcap, backend) -> None:
     leaves = [x.requires_grad_() for x in make()]

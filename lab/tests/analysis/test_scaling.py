@@ -16,7 +16,7 @@ from structattn.errors import ConfigError
 from structattn.typed_records import read_as
 from structattn_lab.analysis import scaling_law
 from structattn_lab.analysis.scaling_law import scaling_laws
-from structattn_lab.compare.budgets import affordable_steps, training_of
+from structattn_lab.compare.budgets import affordable_steps, flops_of, training_of
 from structattn_lab.compare.grid import points_of
 from structattn_lab.compare.pages import report
 from structattn_lab.data.corpus import Characters
@@ -93,6 +93,8 @@ def test_a_recipe_without_a_grid_is_one_point() -> None:
         (("variants=a: widths=64",), "widths=64 would be lost, since it is of the whole comparison"),
         (("budgets=()", "search=task.embed_dim=64"), "search: task.embed_dim=64 would be lost, since widths set it"),
         (("sweep_settings=training.lr=0.1",), "sweep_settings: training.lr=0.1 would be lost"),
+        (("training.patience=3",), "set training.patience=none"),
+        (("budgets=()", "widths=()", "sweep_settings=", "equal=compute", "training.patience=3"), "patience=none"),
     ],
 )
 def test_bad_grids_are_named(changes, message: str) -> None:
@@ -284,3 +286,16 @@ def test_steps_of_a_budget_by_counting() -> None:
             expected += 1
         assert affordable_steps(Growing(), None, budget) == expected
     assert affordable_steps(Growing(), None, 16 + 1e18) == 3 + 10**17  # at once
+
+
+def test_a_warm_up_takes_no_more_compute_than_there_is() -> None:
+    changes = ("training.steps=40", "training.warmup_steps=36", "equal=compute", "attention=window:4,bilinear-btt:2")
+    recipe = apply_overrides(recipe_for("text", "smoke"), changes)
+    trainings = [training_of(TEXT, recipe, spec) for spec in recipe.attention]
+    task = TEXT(recipe.task)
+    with torch.device("meta"):
+        models = [task.build_model(spec) for spec in recipe.attention]
+    first, other = (flops_of(task, m, training.steps) for m, training in zip(models, trainings, strict=True))
+    assert trainings[0] == recipe.training
+    assert trainings[1].warmup_steps < trainings[1].steps < 36
+    assert first - task.flops(models[1]) < other <= first

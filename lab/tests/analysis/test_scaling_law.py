@@ -101,3 +101,18 @@ def test_losses_that_do_not_fall() -> None:
 def test_wrong_input(compute, losses, words) -> None:
     with pytest.raises(ConfigError, match=words):
         fit_power_law(compute, losses)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("seeds", [1, 2])
+@pytest.mark.parametrize("noise", [0.03, 0.1, 0.5])
+def test_four_points_of_noisy_runs_have_finite_intervals(noise, seeds) -> None:
+    points = COMPUTE[:4]
+    law = PowerLaw(0.5, 1.0, 0.3, float(np.exp(np.log(points).mean())))
+    for trial in range(4):
+        sides = [(points, measured(law, noise, np.random.default_rng(2 * trial + n), seeds, points)) for n in (0, 1)]
+        assert np.isfinite(list(law_intervals(*sides[0]).values())).all()
+        found = compute_multiplier(*sides)
+        if found is not None:
+            assert np.isfinite(found.interval).all()
+            assert not found.is_distinguishable

@@ -383,6 +383,15 @@ def test_local_times_that_repeat_an_hour_are_to_be_written_in_utc(write, zone, f
     assert read_series(write(times[odd[0] - 9 : odd[0] + 9]), "t", "y").values.tolist() == list(range(18))
 
 
+@pytest.mark.parametrize("zone", ["Europe/Berlin", "America/New_York"])
+@pytest.mark.parametrize("frequency", ["D", "W", "MS"])
+def test_local_days_are_to_be_written_as_dates(write, zone, frequency):
+    times = pd.date_range("2020-01-01", periods=120, freq=frequency, tz=zone)
+    with pytest.raises(DataError, match="write days and months as dates, without a time"):
+        read_series(write(times), "t", "y")
+    assert len(read_series(write(times.tz_localize(None)), "t", "y").values) == 120
+
+
 @pytest.mark.parametrize(
     ("times", "words"),
     [

@@ -271,6 +271,10 @@ def test_frames_in_other_forms_give_the_same_forecast(finished) -> None:
     expected = forecast(finished, frame, row="ridge")
     for name in ("t", "other", None):
         pd.testing.assert_frame_equal(forecast(finished, frame.set_index("t").rename_axis(name), row="ridge"), expected)
+    texts = frame.assign(t=frame["t"].astype(str)).set_index("t")
+    pd.testing.assert_frame_equal(forecast(finished, texts, row="ridge"), expected)
+    periods = frame.set_index(frame["t"].dt.to_period("h")).drop(columns="t").rename_axis(None)
+    pd.testing.assert_frame_equal(forecast(finished, periods, row="ridge"), expected)
     mixed = frame[["b", "t", "a"]].assign(more="text")
     pd.testing.assert_frame_equal(forecast(finished, mixed, row="ridge"), expected)
     pd.testing.assert_frame_equal(forecast(finished, frame.astype(str), row="ridge"), expected)

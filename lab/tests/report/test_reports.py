@@ -203,6 +203,22 @@ def test_figures_name_a_baseline_model_without_the_prefix_of_its_spec(tmp_path: 
     assert "baseline:DLinear" in page  # the table: what a user writes
 
 
+def test_facts_are_those_of_all_rows() -> None:
+    record = recorded("icl-regression")
+    one, other = (
+        replace(row, steps=(steps,) * len(row.steps)) for row, steps in zip(record.rows, (30, 32), strict=False)
+    )
+    size = record.config["training"]["batch_size"]
+    record = replace(record, rows=(one, other))
+    assert comparison.facts(record)["training"] == f"30 to 32 steps of {size} examples"
+    assert [dict(zip(table(record).header, line.cells, strict=True))["steps"] for line in table(record).lines] == [
+        "30",
+        "32",
+    ]
+    varied = replace(record, config=record.config | {"variants": ["short: training.batch_size=2"]})
+    assert comparison.facts(varied)["training"] == "30 to 32 steps"
+
+
 def test_numbers_and_labels() -> None:
     counts = [fmt_count(v) for v in (812, 12_345, 999_960, 4.5e6, None)]
     assert counts == ["812", "12.3k", "1.0M", "4.5M", "\N{EN DASH}"]

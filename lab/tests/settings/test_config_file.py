@@ -90,6 +90,22 @@ def test_the_config_of_a_comparison_repeats_it(tmp_path) -> None:
     assert main(["compare", "--config", str(first / "config.yaml"), "--out", str(second), "--resume"]) == 0
 
 
+def test_the_config_of_a_comparison_that_cannot_go_on_stays(tmp_path, capsys) -> None:
+    """The first spec decides the compute of the others, whose runs are of another compute then."""
+    path, out = (
+        write(tmp_path, f"attention: [standard, 'bilinear-btt:1']\nequal: compute\nseeds: 1\n{SMALL}"),
+        tmp_path / "o",
+    )
+    command = ["compare", "nearest-neighbor", "--config", str(path), "--out", str(out)]
+    assert main(command) == 0
+    before = (out / "config.yaml").read_bytes()
+    assert main([*command, "--resume", "--attention", "bilinear-btt:1", "standard"]) == 2
+    assert "steps" in capsys.readouterr().err
+    assert (out / "config.yaml").read_bytes() == before
+    assert main([*command, "--resume", "--seeds", "2"]) == 0
+    assert "seeds: 2" in (out / "config.yaml").read_text()
+
+
 def test_a_setting_of_a_file_that_the_preset_replaces_is_named(tmp_path, capsys) -> None:
     path = write(tmp_path, "training.learning_rate: 0.1\n")
     assert (

@@ -10,7 +10,7 @@ import torch
 
 from structattn.errors import ConfigError, DataError
 from structattn.testing.tolerances import SAME_MODEL, SIX_DIGITS
-from structattn_lab.compare.grid import points_of
+from structattn_lab.compare.grid import ModelCosts, points_of
 from structattn_lab.data.series_file import read_columns
 from structattn_lab.old_formats import with_todays_specs
 from structattn_lab.settings.recipe import Recipe
@@ -49,6 +49,12 @@ def table(tmp_path_factory):
 def make(table, target="*", **changes):
     settings = {"look_back": 48, "horizon": 12, "embed_dim": 16, "num_heads": 2, "num_layers": 1, "dropout": 0.0}
     return ForecastTask(ForecastConfig(data=SeriesConfig(path=table, time="t", target=target), **(settings | changes)))
+
+
+def test_the_flops_of_an_example_are_those_of_all_its_columns(table):
+    task = make(table)
+    model = task.build_model("standard")
+    assert ModelCosts.of(task, model).flops_per_example == 3 * model.flops_per_example()
 
 
 @pytest.mark.parametrize("split", ["train", "validation", "test"])

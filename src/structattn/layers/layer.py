@@ -89,7 +89,8 @@ class AttentionLayer(nn.Module):
 
     A subclass defines ``mix``, and assigns ``out_proj`` in its ``__init__``. The rest is optional:
 
-    * ``cost`` counts the FLOPs of a forward pass by default.
+    * ``cost`` counts the FLOPs of a forward pass by default, hidden pairs included: a layer that hides pairs
+      is compared at equal compute by a ``cost`` without them, as built-in attention has.
     * ``new_cache``, and with it ``forward`` and ``check_cache``. Without a cache, ``generate`` computes the
       whole sequence again for each token, and reports show a dash for the size of the cache and the time of a
       decoding step.

@@ -26,6 +26,7 @@ _WIDTHS = [float(np.log(_EXPONENTS[1] / _EXPONENTS[0])) / 8**i for i in range(4)
 _HUBER = 1.345  # of the spread of the residuals: 95 % as efficient as least squares where noise is normal
 _PASSES = 4
 _CHUNK = 256  # replicates that are fitted at once
+_MOST_NOISE = 20.0  # of the logarithm of a loss: beyond it a fit has no numbers, and a law no meaning
 
 
 def scaling_laws(rows: Sequence[Row], specs: Sequence[str]) -> Scaling:
@@ -198,6 +199,7 @@ def _fit(points: Floats, losses: Floats) -> Fitted:
     return best
 
 
+@np.errstate(over="ignore", invalid="ignore")  # of exponents for which a set of losses has no finite law
 def _best(logs: Floats, losses: Floats, weights: Floats, exponents: Floats) -> Fitted:
     """The best of the exponents (R, G) for each set of losses (R, n), with the corresponding values."""
     basis = np.exp(-exponents[:, :, None] * logs)  # (R, G, n)
@@ -213,7 +215,7 @@ def _best(logs: Floats, losses: Floats, weights: Floats, exponents: Floats) -> F
     floor = np.where(slope < 0, s_y / total, floor)
     slope = np.maximum(slope, 0.0)
     error = (w * (y - floor[..., None] - slope[..., None] * basis) ** 2).sum(-1)
-    index = error.argmin(-1)[:, None]
+    index = np.where(np.isfinite(error), error, np.inf).argmin(-1)[:, None]
     floor, slope, exponents = (np.take_along_axis(a, index, 1)[:, 0] for a in (floor, slope, exponents))
     return floor, slope, exponents
 
@@ -242,7 +244,7 @@ def _replicates(points: Floats, values: list[Floats], count: int, rng: np.random
         residuals = np.log(means / fitted)
         beyond = residuals @ residuals / of_points - float((variance / counts).mean())  # what seeds do not explain
         noise += student(of_points) * math.sqrt(max(0.0, beyond))
-    return fitted * np.exp(noise)
+    return fitted * np.exp(noise.clip(-_MOST_NOISE, _MOST_NOISE))
 
 
 def law_intervals(
@@ -312,7 +314,7 @@ def compute_multiplier(
         estimate=float(shares(fitted)[0]),
         interval=interval,
         losses=(low, high),
-        is_distinguishable=not interval[0] <= 1 <= interval[1],
+        is_distinguishable=interval[1] < 1 or interval[0] > 1,
     )
 
 

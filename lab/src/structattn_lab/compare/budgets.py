@@ -68,12 +68,19 @@ def training_of(tasks: TaskFactory, recipe: Recipe, spec: str) -> TrainingConfig
             f"{left * training.batch_size:g} FLOPs pay for {steps:.2g} steps of {spec}: give a smaller budget"
         )
     if not recipe.budgets:
-        return dataclasses.replace(training, steps=max(steps, training.warmup_steps + 1))
+        return _with_steps(training, max(steps, 1), training.warmup_steps)
     if steps < _FEWEST_STEPS:
         raise ConfigError(
             f"a budget of {recipe.budgets[0]:g} FLOPs pays for {steps} steps of {spec} of "
             f"{task.flops(model, 0) * training.batch_size:.2g} each, "
             f"and {_FEWEST_STEPS} are the fewest: give a larger budget, a smaller width or training.batch_size"
         )
-    # In the shortest runs, the warm-up would take most steps.
-    return dataclasses.replace(training, steps=steps, warmup_steps=min(training.warmup_steps, steps // 4))
+    return _with_steps(training, steps, steps // 4)  # in the shortest runs, the warm-up would take most steps
+
+
+def _with_steps(training: TrainingConfig, steps: int, longest: int) -> TrainingConfig:
+    """A training of so many steps, whose warm-up takes ``longest`` of them at most, and a quarter where it
+    would take all.
+    """
+    warmup = min(training.warmup_steps, longest)
+    return dataclasses.replace(training, steps=steps, warmup_steps=warmup if warmup < steps else steps // 4)

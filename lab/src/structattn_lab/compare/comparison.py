@@ -41,7 +41,7 @@ from structattn_lab.runner.job import Job
 from structattn_lab.runner.local import LocalRunner
 from structattn_lab.runner.train_all import train_all
 from structattn_lab.runs.folders import Owner, finished_in, opened
-from structattn_lab.settings.config_file import write_config
+from structattn_lab.settings.config_file import CONFIG, write_config
 from structattn_lab.settings.overrides import fields_of
 from structattn_lab.settings.recipe import Recipe
 from structattn_lab.settings.training import WITHOUT_EFFECT
@@ -120,10 +120,13 @@ def compare(
         if finished is not None:
             record, runs = finished.record, finished.runs
         else:
-            write_config(folder, "compare", _config(task_name, recipe, preset))
+            config = _config(task_name, recipe, preset)
+            if not (folder / CONFIG).exists():
+                write_config(folder, "compare", config)
             rows, baselines, runs = _results(
                 folder, points, models, tasks, runner or LocalRunner(), resume, show_progress
             )
+            write_config(folder, "compare", config)  # runs that do not fit together would have raised
             record = _record(tasks[0], recipe, rows, baselines, command, preset)
         try:
             if finished is None:

@@ -22,6 +22,7 @@ from structattn_lab.runner.job import Job
 from structattn_lab.settings.overrides import Change, apply_overrides, with_changes
 from structattn_lab.settings.recipe import Recipe, Variation
 from structattn_lab.settings.training import TrainingConfig
+from structattn_lab.tasks.base import Task
 from structattn_lab.tasks.factory import TaskFactory
 from structattn_lab.training.build import empty_model
 
@@ -40,11 +41,11 @@ class ModelCosts:
     cache_numbers: int | None
 
     @classmethod
-    def of(cls, model: nn.Module) -> ModelCosts:
-        """Counted on the structure of a model, which may be on the meta device."""
+    def of(cls, task: Task, model: nn.Module) -> ModelCosts:
+        """Counted on the structure of a model of a task, which may be on the meta device."""
         return cls(
             num_params=sum(p.numel() for p in model.parameters() if p.requires_grad),
-            flops_per_example=model.flops_per_example(),  # type: ignore[operator]
+            flops_per_example=task.flops(model),
             rank=model.score_rank() if hasattr(model, "score_rank") else None,  # type: ignore[operator]
             cache_numbers=model.cache_numbers() if hasattr(model, "cache_numbers") else None,  # type: ignore[operator]
         )
@@ -90,7 +91,7 @@ class Point:
         for spec in specs:
             task.check_spec(spec)
             try:
-                costs[spec] = ModelCosts.of(empty_model(task, spec, recipe.training.parametrization))
+                costs[spec] = ModelCosts.of(task, empty_model(task, spec, recipe.training.parametrization))
             except ConfigError as error:
                 raise ConfigError(f"{spec!r} does not fit this model: {error}") from error
             self.training_of(recipe, spec)  # a budget that pays for too few steps

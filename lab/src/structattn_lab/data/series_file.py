@@ -25,6 +25,10 @@ _NUMBER = re.compile(r"[+-]?\d+(\.\d*)?")
 _CLOCK = re.compile(r"^\d{1,2}:\d\d")  # pandas would take the date of today
 _ZONE = re.compile(r":\d\d(\.\d+)? ?([+-]\d\d:?(\d\d)?|Z|UTC|GMT)$", re.IGNORECASE)
 _HOUR = 3_600_000_000  # microseconds
+_DATES = (
+    "Local days do that where clocks are set back or forward: write days and months as dates, without a time and an "
+    "offset"
+)
 _UTC = (
     "Local times do that where clocks are set back or forward: write the times in UTC (pandas' tz_localize with "
     "ambiguous='infer' and then tz_convert('UTC')) or with offsets such as +01:00"
@@ -233,11 +237,11 @@ def _check_regular(times: Times, table: CellTable) -> str:
         return step.words
     usual, off = usual_step(times)
     i = int(np.argmax(off))
-    remedy = (
-        _UTC
-        if _are_clock_changes(times, steps, off)
-        else "Fill in the missing rows (for example pandas' asfreq and interpolate) or keep only rows without gaps"
-    )
+    remedy = "Fill in the missing rows (for example pandas' asfreq and interpolate) or keep only rows without gaps"
+    if _are_clock_changes(times, steps, off):
+        remedy = _UTC
+    elif _are_local_days(steps):
+        remedy = _DATES
     raise DataError(
         f"{source}: expected the same step between all rows, got {int(off.sum())} irregular steps; the usual "
         f"step is {usual}, and the first gap is from {_when(times[i])} to {_when(times[i + 1])} ({table.row(i + 1)}). "
@@ -257,6 +261,13 @@ def _are_clock_changes(times: Times, steps: npt.NDArray[np.int64], off: npt.NDAr
     is_hour = np.abs(steps[off] - usual) == _HOUR
     in_season = np.isin(months, (3, 4, 8, 9, 10, 11))
     return bool(usual <= 6 * _HOUR and (is_hour & (weekdays == 6) & (hours <= 4) & in_season).all())
+
+
+def _are_local_days(steps: npt.NDArray[np.int64]) -> bool:
+    """Whether steps are the same number of days, or months, but for an hour at some of them."""
+    days = np.round(steps / (24 * _HOUR))
+    are_alike = (days == days[0]).all() or ((days >= 28) & (days <= 31)).all()
+    return bool(days[0] >= 1 and are_alike and (np.abs(steps - days * 24 * _HOUR) <= _HOUR).all())
 
 
 def _when(time: np.datetime64) -> str:

@@ -167,7 +167,8 @@ class FrameTable:
     """The cells of a data frame of pandas as texts, from which the same numbers and times are read.
 
     Args:
-        frame: with names as columns; an index of times is the column ``time``, if there is none.
+        frame: with names as columns; an index of times or periods, or one of this name, is the column
+            ``time``, if there is none.
         time: see above.
 
     Raises:
@@ -182,8 +183,9 @@ class FrameTable:
         if not isinstance(frame, pd.DataFrame):
             raise ConfigError(f"frame must be a pandas.DataFrame, got {describe(frame)}")
         self.source = "the frame"
-        if isinstance(frame.index, pd.DatetimeIndex) and time not in frame.columns:
-            frame = frame.set_axis(frame.index.rename(time), axis=0).reset_index()
+        index = frame.index.to_timestamp() if isinstance(frame.index, pd.PeriodIndex) else frame.index
+        if time not in frame.columns and (isinstance(index, pd.DatetimeIndex) or index.name == time):
+            frame = frame.set_axis(index.rename(time), axis=0).reset_index()
         if not len(frame):
             raise DataError("the frame: expected data rows, got none")
         self.columns = [str(name).strip() for name in frame.columns]

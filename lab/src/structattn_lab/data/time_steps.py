@@ -89,7 +89,8 @@ def step_of(times: Times) -> TimeStep | None:
     if months is not None:
         return TimeStep(months=int(months[0])) if (months == months[0]).all() else None
     calendar = _calendar(times)
-    return None if calendar is None else TimeStep(calendar=calendar)
+    step = None if calendar is None else TimeStep(calendar=calendar)
+    return step if step is not None and step.fits(times) else None  # pandas looks at days only
 
 
 def usual_step(times: Times) -> tuple[str, npt.NDArray[np.bool_]]:

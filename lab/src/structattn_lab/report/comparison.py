@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from structattn_lab.analysis.model_selection import critical_differences
 from structattn_lab.records.comparison import ComparisonRecord, Row
 from structattn_lab.report.figures.comparison import drawings
@@ -30,6 +32,7 @@ from structattn_lab.report.rows import (
 )
 from structattn_lab.report.table import Line, Table
 from structattn_lab.report.task_report import TaskReport
+from structattn_lab.settings.recipe import Variation
 
 
 def _table(record: ComparisonRecord, task: TaskReport) -> Table:
@@ -49,6 +52,8 @@ def _table(record: ComparisonRecord, task: TaskReport) -> Table:
     columns += metric_columns(record)
     if any(row.rank is not None for row in record.rows):
         columns.append(Column("rank", lambda row: DASH if row.rank is None else str(row.rank)))
+    if len({steps for row in record.rows for steps in row.steps}) > 1:
+        columns.append(Column("steps", lambda row: _range(row.steps)))
     columns += [
         Column("parameters", lambda row: fmt_count(row.num_params)),
         Column("FLOPs/example", lambda row: fmt_count(row.flops_per_example)),
@@ -118,12 +123,26 @@ def byline(record: ComparisonRecord) -> list[str]:
 def facts(record: ComparisonRecord) -> dict[str, str]:
     """What was compared on what: the data, the length of the training, and every spec in words."""
     points = list(dict.fromkeys(row.variant for row in record.rows))
-    several = {"settings": f"{len(points)}; the data and the training below are those of the first, {points[0]}"}
-    training, found = record.config.get("training"), (several if len(points) > 1 else {}) | record.data
-    if training:
-        most = "at most " if training.get("patience") else ""
-        found["training"] = f"{most}{training['steps']:,} steps of {training['batch_size']:,} examples"
-    return found | record.meanings
+    several = {"settings": f"{len(points)}; the data below are those of the first, {points[0]}"}
+    training = {"training": _training(record)} if record.config.get("training") else {}
+    return (several if len(points) > 1 else {}) | record.data | training | record.meanings
+
+
+def _training(record: ComparisonRecord) -> str:
+    """How long all rows were trained."""
+    settings = record.config["training"]
+    texts = [text for axis in ("variants", "search") for text in record.config.get(axis) or ()]
+    varied = {change.name for text in texts for change in Variation.parse(text).changes.values()}
+    steps = [steps for row in record.rows for steps in row.steps]
+    words = f"{_range(steps)} steps"
+    if settings.get("patience") and "training.steps" not in varied:
+        words = f"at most {settings['steps']:,} steps"
+    return words if "training.batch_size" in varied else f"{words} of {settings['batch_size']:,} examples"
+
+
+def _range(counts: Sequence[int]) -> str:
+    low, high = min(counts), max(counts)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
 def task_tables(record: ComparisonRecord, task: TaskReport) -> list[Table]:

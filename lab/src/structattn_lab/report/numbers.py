@@ -23,8 +23,8 @@ def finite_list(values: Any) -> list[float]:
 
 
 def fmt_score(value: float | None) -> str:
-    """A score with three significant digits: ``0.0612``, ``1.24``, ``2.1e-07``."""
-    if value is None:
+    """A score with three significant digits: ``0.0612``, ``1.24``, ``2.1e-07``; a dash if not finite."""
+    if value is None or not math.isfinite(value):
         return DASH
     if value == 0:
         return "0"

@@ -169,10 +169,18 @@ def report(record: ComparisonRecord, task: TaskReport) -> Report:
             "per second in the table of all models.",
             "The compute ratio is the geometric mean over the losses that both reached, between fitted laws; nothing "
             "is extrapolated. Intervals are from a bootstrap over seeds and points.",
-            "Every model was trained from the start for its budget; the learning rate of each variant is the best of "
-            "the same sweep at a small width, transferred by muP.",
+            f"Every model was trained from the start for its budget{_rates(record)}.",
         ),
     )
+
+
+def _rates(record: ComparisonRecord) -> str:
+    """Where the learning rates are from."""
+    if record.config.get("sweep_settings"):
+        return "; the learning rate of each variant is the best of the same sweep at a small width, transferred by muP"
+    if len(record.config.get("learning_rates") or ()) > 1:
+        return "; the learning rate of each variant is the best of a sweep of its own"
+    return ", with one learning rate for all"
 
 
 def _by_width(record: ComparisonRecord) -> Table:

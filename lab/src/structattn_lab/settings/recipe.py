@@ -123,6 +123,11 @@ class Recipe:
             self._check_widths()
         self._check_variants()
         self._check_search()
+        if self.training.patience is not None and (self.budgets or self.equal == "compute"):
+            raise ConfigError(
+                "with early stopping (training.patience) a run does not take the compute that it is compared at: set "
+                "training.patience=none"
+            )
 
     def _check_search(self) -> None:
         if self.search and self.budgets:

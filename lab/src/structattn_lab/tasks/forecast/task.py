@@ -67,7 +67,8 @@ class ForecastConfig:
         look_back: input steps.
         horizon: output steps.
         season: steps of the seasonal baseline. Default ``None``: a day of data that are taken more often than
-            daily, a week of daily ones, a year of monthly or quarterly ones; and no such baseline for others.
+            daily, a week of daily ones, a year of monthly or quarterly ones; and no such baseline for others,
+            nor for a season longer than ``look_back``.
         patch_length: steps of a token.
         stride: steps between tokens.
         embed_dim: width of the model.

@@ -199,6 +199,10 @@ def test_the_bytes_are_those_allocated(model, found, compression) -> None:
     cache = level_cache(changed, max_length=LONG)
     changed(torch.randint(97, (1, LONG)), logits_to_keep=1, **{CACHE: cache})
     assert 0.8 * chosen.nbytes < cache.nbytes <= chosen.nbytes  # at its largest, just before a block is decided on
+    in_parts = level_cache(changed, max_length=LONG)
+    for part in torch.randint(97, (1, LONG)).split([LONG // 4, LONG - LONG // 4], dim=1):
+        changed(part, logits_to_keep=1, **{CACHE: in_parts})
+    assert in_parts.nbytes <= chosen.nbytes
     storages = [storage for layer in chosen.storage for storage in (layer if isinstance(layer, list) else [layer])]
     assert any(storage is not None and storage.keep is not None for storage in storages)
 

@@ -6,6 +6,7 @@ from hf_models import NONE, SOME, chosen_llama
 
 import structattn as sa
 from structattn.cache.chosen_tokens import seen_pairs
+from structattn.errors import ConfigError
 from structattn.integrations.transformers import as_cached, level_cache, structurize
 from structattn.integrations.transformers.caches.model_cache import CACHE
 
@@ -94,3 +95,6 @@ def test_other_models_stay_as_they_are(model) -> None:
     with as_cached(plain):
         inside = plain(IDS, use_cache=False).logits
     assert torch.equal(inside, plain(IDS, use_cache=False).logits)
+    for other, words in ((transformers.LlamaForCausalLM(config), "got a plain LlamaForCausalLM"), ("x", "got 'x'")):
+        with pytest.raises(ConfigError, match=words), as_cached(other):
+            pass

@@ -251,6 +251,17 @@ def test_needles_are_where_the_distance_says(begins) -> None:
     assert len({tuple(x.query.tolist()) for x in prompts}) > len(prompts) - 5
 
 
+def test_default_distances_are_those_with_room_for_the_needles() -> None:
+    options = {"tokenizer": models.Letters(), "num_prompts": 2}
+    prompts = list(retrieval_prompts([letters()], context_length=1000, **options))
+    assert {(x.task, x.distance) for x in prompts} == {(task, far) for task in TASKS for far in (125, 500, 875)}
+    few = [(x.task, x.distance) for x in retrieval_prompts([letters()], context_length=120, **options)]
+    assert {far for _, far in few} == {64, 105}
+    assert 0 < len(few) < 2 * 2 * len(TASKS)
+    assert few.count(("copy", 64)) == 2
+    assert list(retrieval_prompts([letters()], context_length=16, **options)) == []
+
+
 def test_windows_do_not_overlap_and_stay_within_a_text() -> None:
     texts = [torch.arange(25), torch.arange(100, 107), torch.arange(200, 231)]
     windows = windows_of(texts, 10, 100, seed=0)
@@ -289,6 +300,7 @@ def test_bad_input_says_what_to_do() -> None:
     refused(ConfigError, "seed must be", seed=-1)
     refused(ConfigError, "unknown task 'passkey': did you mean 'pass key'", tasks=("passkey",))
     refused(ConfigError, "give the tokenizer of the model", tasks=("pass key",))
+    refused(ConfigError, "such as \\('copy',\\), got 'copy'", tasks="copy")
     refused(ConfigError, "from 36 to 60 tokens .*, got 61", distances=(61,))
     refused(ConfigError, "a tokenizer of transformers or None, got 3", tokenizer=3)
     refused(

@@ -24,10 +24,10 @@ SPECS = (
 )
 
 
-def small(layers=1):
+def small(layers=1, **options):
     """A Llama of two key heads, which four query heads read."""
     torch.manual_seed(0)
-    model = models.llama(num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2)
+    model = models.llama(num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2, **options)
     return model.double().eval().requires_grad_(False)
 
 
@@ -80,6 +80,7 @@ def test_tokens_that_scores_choose(bits, length) -> None:
     ids = torch.randint(models.VOCAB, (2, length + 1), generator=torch.Generator().manual_seed(1))
     some, none = (sa.Storage(bits, bits, group_size=4, residual=6, keep=keep, block=8, recent=14) for keep in (4, 0))
     scorer = torch.randn(2, models.DIM + 1, generator=torch.Generator().manual_seed(2))
+    scorer[:, -1] += 100  # of the numbers of 16 bits near 100 several scores are one
     numbers = {"nbytes": 1, "plain_nbytes": 1, "context_length": 40, "expected_loss": 0.0}
     chosen = Allocation([sa.AttentionSpec()], storage=[[some, none]], scorers=[scorer], **numbers)
     press = press_of(chosen)
@@ -150,7 +151,7 @@ def test_an_allocation_brings_its_storage_and_runs_in_the_pipeline(tmp_path) -> 
 
     from structattn.integrations.transformers import allocate, calibrate
 
-    model = small(2)
+    model = small(2, max_position_embeddings=512)
     texts = torch.randint(models.VOCAB, (2, 128), generator=torch.Generator().manual_seed(1))
     chosen = allocate(calibrate(model.float(), [texts]), compression=2, context_length=4096)
     assert chosen.storage is not None or any(spec.heads for spec in chosen)
@@ -169,6 +170,8 @@ def test_an_allocation_brings_its_storage_and_runs_in_the_pipeline(tmp_path) -> 
 
 @needs_kvpress
 def test_mistakes_say_what_a_press_takes() -> None:
+    from structattn.integrations.transformers import structurize
+
     for spec in ("mlr:4|4", "sliding:4|4@-|8", "global-window:4|4@8", "standard,kv_heads=1", "bilinear-btt:1"):
         with pytest.raises(ConfigError, match="neither all tokens .*structurize\\(model, spec\\) takes others"):
             press_of(spec)
@@ -182,6 +185,11 @@ def test_mistakes_say_what_a_press_takes() -> None:
     ):
         with pytest.raises(ConfigError, match=message), press_of(*args)(model):
             pass
+    with (
+        pytest.raises(ConfigError, match="a press is for the model as it was"),
+        press_of("standard")(structurize(small(2), "standard")),
+    ):
+        pass
     press = press_of("heads:standard/window:8")
     with pytest.raises(ConfigError, match="run the model within press"):
         _ = press.compression_ratio

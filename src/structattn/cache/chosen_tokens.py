@@ -241,13 +241,14 @@ class ChosenTokens:
         """
         if self._is_due:
             self._mark = None
-            self._decide()
+            self._decide([])
 
-    def _decide(self) -> Sequence[Callable[[], object]]:
-        """Decides on all blocks that are due, or on none if it fails; returns what takes that back, the last
-        one first.
+    def _decide(self, overwritten: list[Callable[[], object]]) -> None:
+        """Decides on all blocks that are due, or on none if it fails.
+
+        Args:
+            overwritten: gets what takes that back, the last one first.
         """
-        overwritten: list[Callable[[], object]] = []
         try:
             while self._is_due:
                 size, first = self.storage.block, self._chosen
@@ -262,7 +263,6 @@ class ChosenTokens:
         except BaseException:
             _take_back(overwritten)
             raise
-        return overwritten
 
     def _set_decided(self, count: int, scores: Tensor) -> None:
         self.decided, self._scores = count, scores
@@ -284,14 +284,27 @@ class ChosenTokens:
         first, count = 0, scores.shape[2]
         while first < count:
             if first and self._is_due:
-                overwritten = self._decide()
-                self.kept.set_mark(is_inner=True)
-                start = 0 if self._mark is None else self._mark.first
-                self._mark = _Return(self.kept, self.decided, None, overwritten, self._mark, start)
+                self._decide_inside()
             end = min(count, first + self.storage.recent + self.storage.block - self._open)
             self._store_scores(self._open, scores[:, :, first:end])
             yield slice(first, end)
             first = end
+
+    def _decide_inside(self) -> None:
+        """Decides between two parts of a call, and marks that; an interruption changes nothing."""
+        before, marks = self._mark, self.kept.num_marks
+        overwritten: list[Callable[[], object]] = []
+        try:
+            self._decide(overwritten)
+            self.kept.set_mark(is_inner=True)
+            start = 0 if before is None else before.first
+            self._mark = _Return(self.kept, self.decided, None, overwritten, before, start)
+        except BaseException:
+            if self._mark is before:
+                if self.kept.num_marks > marks:
+                    self.kept.undo()
+                _take_back(overwritten)
+            raise
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """Adds tokens, whose scores were set."""
@@ -312,9 +325,13 @@ class ChosenTokens:
         if self.length == 0:
             self._append_first(k, v, scores)
             return
-        self._store_scores(self._open, scores)
-        self.kept.append(k, v)
-        self._decide()
+        first, count = 0, k.shape[2]
+        while first < count:  # in parts, so that no more tokens wait for a decision than ever do
+            end = min(count, first + self.storage.recent + self.storage.block - self._open)
+            self._store_scores(self._open, scores[:, :, first:end])
+            self.kept.append(k[:, :, first:end], v[:, :, first:end])
+            self._decide([])
+            first = end
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, options: ScoreTerms, backend: Backend) -> Tensor:
         """Appends new tokens and computes their attention, over each other and over what is kept.
@@ -374,7 +391,8 @@ class ChosenTokens:
 
     def set_mark(self) -> None:
         """Marks the point to which ``undo`` returns, and then decides on what is due."""
-        overwritten = self._decide() if self._is_due else ()
+        overwritten: list[Callable[[], object]] = []
+        self._decide(overwritten)
         self.kept.set_mark()
         self._mark = _Return(self.kept, self.decided, None, overwritten, first=self.length)
 
@@ -390,7 +408,7 @@ class ChosenTokens:
         if mark.scores is not None:
             self._scores = mark.scores
         self.kept.undo()
-        _take_back(mark.overwritten)
+        _take_back(list(mark.overwritten))
         self._mark = mark.before
 
     def crop(self, length: int) -> None:
@@ -483,9 +501,11 @@ class ChosenTokens:
         self._store_scores(0, scores)
 
 
-def _take_back(overwritten: Sequence[Callable[[], object]]) -> None:
-    for restore in reversed(overwritten):
-        restore()
+def _take_back(overwritten: list[Callable[[], object]]) -> None:
+    """Calls them, the last one first, and leaves none."""
+    while overwritten:
+        overwritten[-1]()
+        overwritten.pop()
 
 
 def checked_scores(scores: Tensor | None, shape: TokenShape, count: int, storage: Storage) -> Tensor:

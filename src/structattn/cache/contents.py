@@ -911,6 +911,14 @@ class Contents:
         """Marks the point to which ``undo`` returns; an inner one returns to the mark before it next."""
         self._mark = _Mark(length=self.length, layout=self.layout, before=self._mark if is_inner else None)
 
+    @property
+    def num_marks(self) -> int:
+        """How many marks there are, each inside of the one before."""
+        marks, mark = 0, self._mark
+        while mark is not None:
+            marks, mark = marks + 1, mark.before
+        return marks
+
     def undo(self) -> None:
         """Makes the contents what they were at the mark, from which on tokens were appended and nothing else
         was done.

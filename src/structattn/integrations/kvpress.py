@@ -119,7 +119,11 @@ class StructuredPress(BasePress):  # type: ignore[misc]
         self._dropped: dict[int, tuple[int, int]] = {}  # of each layer: keys that nobody sees, and all
 
     def post_init_from_model(self, model: Any) -> None:
-        """Gives each layer of a model its spec and storage; raises ``ConfigError`` where they do not fit."""
+        """Gives each layer of a plain model its spec and storage, or raises ``ConfigError``."""
+        if hasattr(model.config, "structattn"):
+            raise ConfigError(
+                "a press is for the model as it was: a structurized one keeps its tokens in its own cache"
+            )
         config = model.config.get_text_config(decoder=True)
         count = config.num_hidden_layers
         specs = LayerSpecs(self._specs).layers(count) if self._is_pattern else self._specs
@@ -172,7 +176,8 @@ class StructuredPress(BasePress):  # type: ignore[misc]
             places = torch.arange(length, device=keys.device).expand(len(keys), 1, -1)
             if of_head.keep is not None:
                 scorer = self._scorers[layer.layer_idx][head].to(hidden_states)
-                places = chosen_places(of_head, linear(hidden_states, scorer[None, :-1], scorer[-1:]).transpose(1, 2))
+                scores = linear(hidden_states, scorer[None, :-1], scorer[-1:]).bfloat16()  # as a cache gets them
+                places = chosen_places(of_head, scores.transpose(1, 2))
                 kept[:, head] = torch.zeros_like(kept[:, head]).scatter(1, places[:, 0], True)
             cache = LevelCache(
                 _layouts(spec, heads, dim)[head], window=spec.window, storage=replace(of_head, keep=None)

@@ -226,13 +226,13 @@ def _row(cache: MeasuredCache, task: CacheTask, texts: list[Any], tokenizer: Any
             press=prepared.press,
         )
         nbytes = scores.nbytes
-        if counted_in != dtype:  # a cache of as many tokens says it
+        if counted_in != dtype:
             nbytes = evaluate_cache(
                 prepared.model.to(counted_in),
                 prepared.new_cache,
                 texts,
-                context_length=task.context_length + task.num_steps - 1,
-                num_steps=1,
+                context_length=task.context_length,
+                num_steps=task.num_steps,
                 num_windows=1,
                 tasks=(),
                 press=prepared.press,

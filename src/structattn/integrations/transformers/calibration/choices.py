@@ -70,7 +70,12 @@ def choices(calibration: Calibration, layers: Sequence[LayerCalibration], length
         """The tokens that a level of blocks of this size keeps, over all heads."""
         return sum(_tokens(size, length, layer) for layer in layers if layer.shape.keys_of is None)
 
-    calibrated = [n for n, size in enumerate(calibration.block_sizes) if size < length]
+    # Blocks that no query looked out of would seem to lose nothing.
+    calibrated = [
+        n
+        for n, size in enumerate(calibration.block_sizes)
+        if size < length and any(float(key_losses(layer, n)[0]) > 0 for layer in layers)
+    ]
     units = [layer.sensitivity / layer.moments.output.clamp(min=1e-300) for layer in layers]
     zero = torch.zeros((), dtype=torch.float64)
     keys = {

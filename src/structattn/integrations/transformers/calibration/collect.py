@@ -41,7 +41,7 @@ from structattn.integrations.transformers.calibration.projections import Project
 from structattn.integrations.transformers.calibration.query_terms import of_queries
 from structattn.integrations.transformers.calibration.record import AttentionShape, Calibration, LayerCalibration
 from structattn.integrations.transformers.calibration.sensitivity import sensitivities
-from structattn.integrations.transformers.calibration.token_scores import TokenScores, head_losses
+from structattn.integrations.transformers.calibration.token_scores import SHORTEST_SCORED, TokenScores, head_losses
 from structattn.integrations.transformers.masks.structured_mask import Sequences, StructuredMask
 from structattn.integrations.transformers.position_table import check_positions
 from structattn.integrations.transformers.variant import Variant
@@ -318,13 +318,15 @@ def _batch(batch: object, model: PreTrainedModel) -> _Batch:
 
 
 def _blocks(block_sizes: Sequence[int] | None, length: int) -> tuple[int, ...]:
-    """The block sizes, checked: by default powers of 2 below the length of the first batch."""
+    """The block sizes, checked: by default powers of 2 up to half the length of the first batch, so that many
+    queries look outside of them.
+    """
     if block_sizes is None:
-        sizes = tuple(2**n for n in range(4, max(length - 1, 1).bit_length()))
+        sizes = tuple(2**n for n in range(4, (length // 2).bit_length()))
         if not sizes:
             raise ConfigError(
-                f"the first batch has texts of {length} tokens, in which all are near: give longer ones, of more than "
-                f"{_SMALLEST_BLOCK} tokens, or block_sizes"
+                f"the first batch has texts of {length} tokens, in which all are near: give longer ones, of at least "
+                f"{2 * _SMALLEST_BLOCK} tokens, or block_sizes"
             )
         return sizes
     sizes = positive_ints(block_sizes, "block_sizes", MAX_LENGTH)
@@ -372,7 +374,8 @@ def calibrate(
         batches: token ids (B, T) or (T,), or dicts with ``input_ids`` and ``attention_mask`` (padding at the
             ends of rows). They are read once, and few are enough: some 20,000 tokens, in ten texts or more of
             a quarter of the length at which the model will be used, or longer.
-        block_sizes: rising. Default: powers of 2 from 16 on, below the length of the first batch.
+        block_sizes: rising. Default: powers of 2 from 16 up to half the length of the first batch. Only few
+            queries measure larger ones, those after the first block.
         num_queries: queries of each row whose scores are looked at, neighbors at a random place, the same
             ones in every run. ``None``: all.
         retrieval: whether single heads are measured: tokens on rows of at least 128 tokens, up to 20,480 in
@@ -427,7 +430,7 @@ def calibrate(
     if not sees_all and "levels" not in wanted:
         raise ConfigError(
             f"every attention layer of {type(model).__name__} has a sliding window or chunks, where far tokens are not "
-            "seen and recent ones stay exact: calibrate with methods=('levels',)"
+            "seen and recent ones stay exact: there is nothing to choose but levels, methods=('levels',)"
         )
     projections = find_projections(model, [layer.module for layer in attention])
     sources = {layer.keys_of for layer in attention}
@@ -505,10 +508,12 @@ def _losses(
 ) -> tuple[TokenScores | None, BitLosses | None]:
     """How those heads score tokens, and what they lose by bits."""
     longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or MAX_LENGTH
+    # Texts that tokens are scored on are read twice; bits are measured on shorter ones too.
+    most = longest // 2 if longest >= 2 * SHORTEST_SCORED else min(longest, SHORTEST_SCORED - 1)
     left, chosen = _SCORED_TOKENS, []
     for text in texts:
-        if left <= 0:
+        if left <= 0 or most < _SHORTEST_TEXT:
             break
-        chosen.append(text[:, : longest // 2])
+        chosen.append(text[:, :most])
         left -= chosen[-1].shape[1]
-    return head_losses(model, layers, chosen, methods, results)
+    return head_losses(model, layers, chosen, methods, results) if chosen else (None, None)

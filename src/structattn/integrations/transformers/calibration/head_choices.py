@@ -12,6 +12,7 @@ from torch import Tensor
 
 from structattn.cache.level_cache import LevelCache
 from structattn.cache.storage import Storage
+from structattn.errors import ConfigError
 from structattn.integrations.transformers.calibration.head_effects import SINK_TOKENS
 from structattn.integrations.transformers.calibration.methods import Method
 from structattn.integrations.transformers.calibration.prompts import COPIES
@@ -186,9 +187,15 @@ def _allocated(
         # The most tokens are there just before a block is decided on.
         rest = (length - storage.recent) % storage.block
         pieces = [length - rest - storage.block, storage.block, rest]
-    for count in pieces:
-        key, value = (torch.zeros(1, 1, count, dim, dtype=dtype) for dim in (head_dim, value_dim))
-        cache.append(key, value, token_scores=None if way.way is None else torch.zeros(1, 1, count))
+    try:
+        for count in pieces:
+            key, value = (torch.zeros(1, 1, count, dim, dtype=dtype) for dim in (head_dim, value_dim))
+            cache.append(key, value, token_scores=None if way.way is None else torch.zeros(1, 1, count))
+    except RuntimeError as error:  # the allocator's
+        raise ConfigError(
+            f"bytes are counted on the cache of one head, and that of {length:,} tokens does not fit into memory: give "
+            "a smaller context_length"
+        ) from error
     return cache.nbytes
 
 

@@ -50,7 +50,7 @@ _LEAST = 1e-3  # of the mean use of a token: below this all are alike
 _RIDGE = 0.01  # relative to the variance of each number of a hidden state
 _SHARE = 1 / 4  # of the tokens, recent ones counted, at which the change of the predictions is measured
 _FITTED_TOKENS = 8192  # enough for scorers; what heads lose varies more from text to text
-_SHORTEST = 128
+SHORTEST_SCORED = 128  # tokens of a text that tokens are scored on
 # Names in partial calibrations: none that files of before have, whose numbers are others.
 _SUMS, _SCORERS = "sums of uses", "scorers of uses"
 _CHANGES = "changes by tokens of little use"
@@ -278,7 +278,7 @@ def head_losses(
     held = texts[:_TEXTS]
     fits: dict[nn.Module, _LayerFit] = {}
     recents: tuple[int, ...] = ()
-    if long := [text for text in texts if text.shape[1] >= _SHORTEST and "tokens" in methods]:
+    if long := [text for text in texts if text.shape[1] >= SHORTEST_SCORED and "tokens" in methods]:
         fits = {layer.module: _LayerFit(layer) for layer in layers}
         fitted, held = _divided(long)
         _fit(model, fits, fitted, results)
@@ -293,8 +293,11 @@ def head_losses(
     found = losses_by_gradient(model, layers, prompts, measures, results)
     tokens, bits = None, None
     if "bits" in found:
-        of_text, copies = found["bits"].permute(0, 2, 3, 1)
-        bits = BitLosses(group_sizes=GROUP_SIZES, text=of_text.contiguous(), copies=copies.contiguous())
+        of_kinds = found["bits"].permute(0, 2, 3, 1).contiguous()
+        for size in reversed(range(len(GROUP_SIZES) - 1)):  # short texts have no whole group that is far
+            if not of_kinds[:, size].any():
+                of_kinds[:, size] = of_kinds[:, size + 1]
+        bits = BitLosses(group_sizes=GROUP_SIZES, text=of_kinds[0], copies=of_kinds[1])
     if "tokens" in found:
         losses = TokenLosses(recents=recents, text=found["tokens"][0], copies=found["tokens"][1])
         choices = losses.choices(_SHARE, min(text.shape[1] for text in held))

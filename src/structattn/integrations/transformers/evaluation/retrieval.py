@@ -37,6 +37,10 @@ _PLACES = (
 )  # fmt: skip
 
 
+class _NoRoomError(ConfigError):
+    """A context or a distance is too short for the needles of a prompt."""
+
+
 class TextEncoder(Protocol):
     """What is used of a tokenizer of transformers."""
 
@@ -175,7 +179,8 @@ def retrieval_prompts(
         tokenizer: that of the model. Default ``None``: only ``"copy"`` is possible.
         tasks: their names. Default: all that are possible.
         distances: from the beginning of the needle to the end of the context, in tokens. Default: an eighth,
-            a half and seven eighths of the context, the first two at least 64.
+            a half and seven eighths of the context, the first two at least 64; without the prompts whose
+            needles have no room there.
         num_prompts: of each task at each distance.
         seed: of the windows, the needles and their places.
 
@@ -188,6 +193,8 @@ def retrieval_prompts(
     check_size("num_prompts", num_prompts)
     if tokenizer is not None and not callable(getattr(tokenizer, "encode", None)):
         raise ConfigError(f"tokenizer must be a tokenizer of transformers or None, got {describe(tokenizer)}")
+    if isinstance(tasks, str):
+        raise ConfigError(f"tasks must be several names, such as ({tasks!r},), got {tasks!r}")
     names = tuple(tasks) if tasks is not None else TASKS if tokenizer is not None else (COPY,)
     for name in names:
         check_choice("task", name, TASKS)
@@ -196,7 +203,7 @@ def retrieval_prompts(
                 f"the task {name!r} is made of words: give the tokenizer of the model, or tasks=({COPY!r},)"
             )
     eighths = (max(_NEAREST, context_length // 8), max(_NEAREST, context_length // 2), context_length * 7 // 8)
-    far = check_sizes("distances", eighths if distances is None else distances, entry="distance")
+    far = check_sizes("distances", tuple(dict.fromkeys(eighths)) if distances is None else distances, entry="distance")
     check_longest(texts, context_length)
     tokens, counts = torch.cat(texts).unique(return_counts=True)
     vocab = tokens[counts.argsort(descending=True, stable=True)[:_FREQUENT]]
@@ -204,11 +211,15 @@ def retrieval_prompts(
         for distance in far:
             for number in range(num_prompts):
                 made = generator("retrieval", seed, name, distance, number)
-                if name == COPY:
-                    yield _copy(texts, vocab, context_length, distance, made)
-                else:
-                    assert tokenizer is not None
-                    yield _worded(name, texts, context_length, distance, tokenizer, made)
+                try:
+                    yield (
+                        _copy(texts, vocab, context_length, distance, made)
+                        if tokenizer is None or name == COPY
+                        else _worded(name, texts, context_length, distance, tokenizer, made)
+                    )
+                except _NoRoomError:
+                    if distances is not None:
+                        raise
 
 
 def _copy(texts: list[Tensor], vocab: Tensor, length: int, distance: int, made: Generator) -> Prompt:
@@ -238,7 +249,7 @@ def _worded(
     for other in others:  # to either side of the needle, as there is room
         room = max(0, room_before), max(0, room_behind)
         if len(other) > max(room):
-            raise ConfigError(
+            raise _NoRoomError(
                 f"the needles of the task {name!r} do not fit into {length:,} tokens with one {distance:,} tokens from "
                 "the end: give a larger context_length, or other tasks"
             )
@@ -259,7 +270,7 @@ def _worded(
 
 def _check_distance(name: str, distance: int, least: int, length: int) -> None:
     if not least <= distance <= length:
-        raise ConfigError(
+        raise _NoRoomError(
             f"distances of the task {name!r} must be from {least:,} to {length:,} tokens (its needles, and the "
             f"context), got {distance:,}"
         )

@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 from structattn.cache.chosen_tokens import seen_pairs
 from structattn.cache.numbers import NumberedLayer, is_traced
 from structattn.cache.storage import LayerStorage, chooses_tokens
-from structattn.checks import quoted
+from structattn.checks import check_type, quoted
 from structattn.errors import CheckpointError, ConfigError
 from structattn.integrations.transformers.attention.adapters import adapted_class
 from structattn.integrations.transformers.attention.call import AttentionCall, Reorder
@@ -344,7 +344,7 @@ def as_cached(model: nn.Module) -> Iterator[None]:
     rounded. It changes nothing in a model whose cache keeps all tokens.
 
     Raises:
-        ConfigError: of a call, whose rows are divided among processes.
+        ConfigError: the model is not structurized; and of a call whose rows are divided among processes.
 
     Cost: a mask of all pairs, (B, H, T, T) bool, in each layer.
 
@@ -352,7 +352,10 @@ def as_cached(model: nn.Module) -> Iterator[None]:
         >>> with torch.no_grad(), as_cached(model):  # doctest: +SKIP
         ...     loss = model(ids, labels=ids, use_cache=False).loss
     """
+    check_type("model", model, nn.Module, "a structurized model")
     layers = [module for module in model.modules() if isinstance(module, StructuredAttention)]
+    if not layers:
+        raise ConfigError(f"as_cached takes a structurized model, got a plain {type(model).__name__}")
     before = [layer.is_as_cached for layer in layers]
     try:
         for layer in layers:

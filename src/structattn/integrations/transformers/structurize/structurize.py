@@ -127,8 +127,8 @@ def structurize(
     if isinstance(spec, Allocation) and spec.has_levels and split not in CALIBRATED_SPLITS:
         raise ConfigError(
             "allocate chose ranks of levels, for dimensions in the order of its calibration: give structurize "
-            "rotary_split='calibrated' and calibration= too, or measure single heads, by calibrate(model, batches) "
-            "with texts of 64 tokens and more"
+            "rotary_split='calibrated' and calibration= too. Tokens and bits of single heads were not measured: that "
+            "takes texts of 128 tokens and more, an output head, and a layer without a window or chunks"
         )
     scorers: dict[int, Tensor] = {}
     if storage is None and isinstance(spec, Allocation):

@@ -95,6 +95,5 @@ def test_other_models_stay_as_they_are(model) -> None:
     with as_cached(plain):
         inside = plain(IDS, use_cache=False).logits
     assert torch.equal(inside, plain(IDS, use_cache=False).logits)
-    for other, words in ((transformers.LlamaForCausalLM(config), "got a plain LlamaForCausalLM"), ("x", "got 'x'")):
-        with pytest.raises(ConfigError, match=words), as_cached(other):
-            pass
+    with pytest.raises(ConfigError, match="model must be a model, got 'x'"), as_cached("x"):
+        pass

@@ -567,7 +567,7 @@ def test_refused_calibrations() -> None:
         (["a text"], "got one with 'a text'"),
         ([IDS[0].tolist()], "got one with .*list"),
         ({"input_ids": IDS}, "batches must be a list .* got .*dict"),
-        ([IDS[:, :16]], "of at least 32 tokens"),
+        ([IDS[:, :16]], "of more than 16 tokens"),
         ([{"input_ids": IDS, "position_ids": IDS}], "position_ids"),
         ([IDS.double()], "input_ids"),
         ([{"input_ids": IDS, "attention_mask": torch.zeros_like(IDS)}], "no real token"),

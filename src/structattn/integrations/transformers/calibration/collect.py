@@ -322,13 +322,12 @@ def _blocks(block_sizes: Sequence[int] | None, length: int) -> tuple[int, ...]:
     queries look outside of them.
     """
     if block_sizes is None:
-        sizes = tuple(2**n for n in range(4, (length // 2).bit_length()))
-        if not sizes:
+        if length <= _SMALLEST_BLOCK:
             raise ConfigError(
-                f"the first batch has texts of {length} tokens, in which all are near: give longer ones, of at least "
-                f"{2 * _SMALLEST_BLOCK} tokens, or block_sizes"
+                f"the first batch has texts of {length} tokens, in which all are near: give longer ones, of more than "
+                f"{_SMALLEST_BLOCK} tokens, or block_sizes"
             )
-        return sizes
+        return tuple(2**n for n in range(4, (length // 2).bit_length())) or (_SMALLEST_BLOCK,)
     sizes = positive_ints(block_sizes, "block_sizes", MAX_LENGTH)
     if list(sizes) != sorted(set(sizes)):
         raise ConfigError(f"block_sizes must rise, got {describe(block_sizes)}")

@@ -341,10 +341,10 @@ def as_cached(model: nn.Module) -> Iterator[None]:
     tokens (``Storage(keep=...)``) would no longer have, if it got one token at a time.
 
     Training does so always; a call in eval mode sees all tokens otherwise, as prompts do. Bits are not
-    rounded. It changes nothing in a model whose cache keeps all tokens.
+    rounded. It changes nothing in a model whose cache keeps all tokens, as that of a plain one does.
 
     Raises:
-        ConfigError: the model is not structurized; and of a call whose rows are divided among processes.
+        ConfigError: it is no model; and of a call whose rows are divided among processes.
 
     Cost: a mask of all pairs, (B, H, T, T) bool, in each layer.
 
@@ -352,10 +352,8 @@ def as_cached(model: nn.Module) -> Iterator[None]:
         >>> with torch.no_grad(), as_cached(model):  # doctest: +SKIP
         ...     loss = model(ids, labels=ids, use_cache=False).loss
     """
-    check_type("model", model, nn.Module, "a structurized model")
+    check_type("model", model, nn.Module, "a model")
     layers = [module for module in model.modules() if isinstance(module, StructuredAttention)]
-    if not layers:
-        raise ConfigError(f"as_cached takes a structurized model, got a plain {type(model).__name__}")
     before = [layer.is_as_cached for layer in layers]
     try:
         for layer in layers:

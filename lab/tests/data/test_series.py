@@ -515,3 +515,10 @@ def test_pandas_is_optional(monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(MissingDependencyError, match=re.escape(install_command("train"))):
         read_series(None, "date", "OT")
+
+
+def test_empty_lines_above_the_names_are_named(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("\n\nt,y\n2020-01-01,1\n2020-01-02,2\n")
+    with pytest.raises(DataError, match="expected names of columns in the first row, got an empty one"):
+        read_series(path, "t", "y")

@@ -79,6 +79,8 @@ class CsvTable:
             kind = "HTML or XML" if begin[0] == "<" else "JSON"
             raise self._error("a CSV file", f"{kind}. Save its table as CSV")
         self._separator, self.columns = _header(text, time)
+        if not any(self.columns):
+            raise self._error("names of columns in the first row", "an empty one. Remove the lines above the names")
         if needs_time and time.strip() not in self.columns:
             raise self._error(
                 f"a time column {time!r}",

@@ -42,7 +42,8 @@ def error_by_column(record: ComparisonRecord) -> Table | None:
     if not names:
         return None
     rows = [[name, *(fmt_score(by_column.get(column)) for column in names)] for name, by_column in errors.items()]
-    return Table.of(("method", *names), rows, title="Error of each column")
+    notes = ("of the first seed",) if len(record.seeds) > 1 else ()
+    return Table.of(("method", *names), rows, title="Error of each column", notes=notes)
 
 
 def future_figure(forecast: Forecast) -> MplFigure:
@@ -92,7 +93,8 @@ def future_figure(forecast: Forecast) -> MplFigure:
     of = (
         f", the first {len(columns)} of {len(forecast.columns)} columns" if len(columns) < len(forecast.columns) else ""
     )
-    title = f"{forecast.row}: {len(table)} {'step' if len(table) == 1 else 'steps'} after {start}{of}"
+    zone = " UTC" if getattr(table.dtypes.iloc[0], "tz", None) is not None else ""
+    title = f"{forecast.row}: {len(table)} {'step' if len(table) == 1 else 'steps'} after {start}{zone}{of}"
     panels[0].set_title(title, fontsize=8.5, loc="left", color="#444444")
     shared_legend(figure, panels[:1])
     return figure

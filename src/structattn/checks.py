@@ -53,6 +53,8 @@ def describe(value: object) -> str:
     kind = type(value).__name__
     if isinstance(value, type):
         return f"the class {value.__name__}"
+    if isinstance(value, torch.dtype):
+        return str(value)
     if isinstance(value, str | int | float | complex | tuple | list | dict | set | bytes):
         return f"{quoted(value, 60)} ({kind})"
     return f"{'an' if kind[0] in 'AEIOUaeiou' else 'a'} {kind}"

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import prune
+from torch.utils.flop_counter import FlopCounterMode
 
 import structattn as sa
 from structattn.errors import ConfigError, ShapeError
@@ -202,6 +203,16 @@ class Packed(nn.Parameter):
     """Replaces a distributed or quantised parameter."""
 
 
+def masked(layer):
+    layer.register_buffer("mask", torch.ones(8))
+    return layer
+
+
+def hooked_weight(layer):
+    layer.weight.register_hook(lambda grad: grad * 0)
+    return layer
+
+
 def packed(layer):
     layer.weight = Packed(layer.weight.detach())
     return layer
@@ -211,6 +222,8 @@ def packed(layer):
     ("layer", "message"),
     [
         (hooked(nn.Linear(8, 8)), "0 has hooks"),
+        (hooked_weight(nn.Linear(8, 8)), "0 has hooks"),
+        (masked(nn.Linear(8, 8)), "0 has mask besides weight and bias"),
         (patched(nn.Linear(8, 8)), "forward of 0 is patched"),
         (normed_bias(nn.Linear(8, 8)), "bias of 0 is computed"),
         (nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), "weight of 0 is computed"),
@@ -313,3 +326,15 @@ def test_devices_and_dtypes_follow() -> None:
     layer = sa.StructuredLinear(8, 8, Dense(8, 8).double())
     assert layer.bias.dtype == torch.float64
     assert math.isclose(layer.matrix.num_params, 64)
+
+
+def test_flops_of_models_are_those_of_their_structured_layers() -> None:
+    model = sa.LanguageModel(13, "standard", num_layers=2, embed_dim=32, num_heads=4, context_length=16)
+    saved = []
+    for _ in range(2):
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(torch.zeros(1, 16, dtype=torch.int64))
+        saved.append((model.flops_per_example(), counter.get_total_flops()))
+        sa.replace_linears(model, lambda layer: "btt:1" if layer.out_features != 13 else None)
+    (before, counted_before), (after, counted_after) = saved
+    assert before - after == counted_before - counted_after > 0

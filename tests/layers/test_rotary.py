@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+import structattn as sa
 from structattn.errors import ConfigError, ShapeError
 from structattn.layers.attention import Attention
 from structattn.layers.rotary import ROPE_SCALINGS, SPLITS, Rotary, RotaryScaling
@@ -488,3 +489,13 @@ def test_the_place_of_a_sequence_means_nothing_to_attention(spec, split) -> None
         assert_close(packed[:, start:end], attention(x[:, start:end]))
     cache = attention.new_cache(max_length=8)
     assert_close(torch.cat([attention(part, cache=cache) for part in x[:, 13:].split(3, dim=1)], 1), packed[:, 13:])
+
+
+def test_a_model_of_the_meta_device_takes_loaded_weights() -> None:
+    options = {"num_layers": 1, "embed_dim": 16, "num_heads": 2, "context_length": 16, "rotary": sa.Rotary()}
+    model = sa.LanguageModel(9, "mlr:4|4", **options)
+    with torch.device("meta"):
+        empty = sa.LanguageModel(9, "mlr:4|4", **options)
+    empty.load_state_dict(model.state_dict(), assign=True)
+    tokens = torch.randint(9, (2, 16))
+    assert torch.equal(empty(tokens), model(tokens))

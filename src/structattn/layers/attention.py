@@ -31,6 +31,7 @@ from structattn.layers.attention_spec import AttentionSpec
 from structattn.layers.cost import AttentionCost, attention_cost, cached_numbers
 from structattn.layers.device import Device, check_dtype, on_device
 from structattn.layers.layer import AttentionLayer
+from structattn.layers.linear import linear_flops
 from structattn.layers.rotary import Rotary
 from structattn.layers.rotary_heads import HeadRotary
 from structattn.layers.scaled_queries import scaled_queries
@@ -444,9 +445,17 @@ class Attention(AttentionLayer, NumberedLayer):
         """What one forward pass of T queries over S keys (default: T) costs for one example, counted from the
         structure. A global-window layout with T != S is counted at the S x S rate, segments per batch row by
         the first row, a ``TextLayout`` as a text without segments: other texts cost less."""
-        num_rstd = self.latent.num_rstd
+        num_rstd, width = self.latent.num_rstd, self.embed_dim
         return attention_cost(
-            self.scoring, self._known_layout, self.window, self.is_causal, num_rstd, num_queries, num_keys
+            self.scoring,
+            self._known_layout,
+            self.window,
+            self.is_causal,
+            num_rstd,
+            num_queries,
+            num_keys,
+            value_flops=linear_flops(self.value_proj, width, self.num_kv_heads * self.head_dim),
+            output_flops=linear_flops(self.out_proj, width, width),
         )
 
     def extra_repr(self) -> str:

@@ -14,6 +14,7 @@ from structattn.errors import ConfigError, ShapeError
 from structattn.layers.attention import Attention
 from structattn.layers.checks import check_shard, check_states
 from structattn.layers.layer import AttentionLayer
+from structattn.layers.linear import linear_flops
 from structattn.layout.levels import LevelLayout
 from structattn.memory import check_memory
 from structattn.optim.roles import Role, linear_roles
@@ -67,7 +68,8 @@ class MLP(nn.Module):
     def flops(self, num_tokens: int) -> int:
         """Forward FLOPs for one example of that many tokens."""
         check_size("num_tokens", num_tokens)
-        return 4 * num_tokens * self.up.in_features * self.up.out_features
+        width, hidden = self.up.in_features, self.up.out_features
+        return num_tokens * (linear_flops(self.up, width, hidden) + linear_flops(self.down, hidden, width))
 
 
 class TransformerBlock(nn.Module):

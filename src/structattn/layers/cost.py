@@ -97,8 +97,13 @@ def attention_cost(
     num_rstd: int,
     num_queries: int,
     num_keys: int | None,
+    *,
+    value_flops: int,
+    output_flops: int,
 ) -> AttentionCost:
-    """See ``Attention.cost``; the first five arguments are of the layer."""
+    """See ``Attention.cost``; the first five arguments are of the layer, and the last two of its value and
+    output projection of one token.
+    """
     num_keys = num_queries if num_keys is None else num_keys
     check_size("num_queries", num_queries, MAX_COUNTED)
     check_size("num_keys", num_keys, MAX_COUNTED)
@@ -116,8 +121,8 @@ def attention_cost(
         score_dim=dim,
         projection_flops=scoring.projection_flops(num_queries, num_keys),
         score_flops=scores,
-        value_flops=2 * num_keys * width * groups * head_dim + values,
-        output_flops=2 * num_queries * width * width,
+        value_flops=num_keys * value_flops + values,
+        output_flops=num_queries * output_flops,
         key_cache_numbers=cached.features if isinstance(layout, HeadLayouts) else min(cached.features, cached.hidden),
         value_cache_numbers=cached.values,
     )

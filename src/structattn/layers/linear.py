@@ -215,9 +215,10 @@ def replace_linears(model: nn.Module, rule: Rule) -> tuple[str, ...]:
 
     Raises:
         ConfigError: the model itself is the layer (there is no place to put another); a chosen layer has
-            hooks or a patched ``forward``, which would be lost, or a weight that is shared with another
-            module, computed, no plain parameter (distributed, quantised), or not there yet; one ready matrix
-            is given to two layers; or the structure does not exist at its size. The model is then unchanged.
+            hooks, a patched ``forward``, or other parameters, buffers or modules, which would be lost, or a
+            weight that is shared with another module, computed, no plain parameter (distributed, quantised),
+            or not there yet; one ready matrix is given to two layers; or the structure does not exist at its
+            size. The model is then unchanged.
     """
     check_type("model", model, nn.Module, "a torch.nn.Module")
     if not callable(rule) or isinstance(rule, type | nn.Module):
@@ -257,6 +258,13 @@ def replace_linears(model: nn.Module, rule: Rule) -> tuple[str, ...]:
     return tuple(name for name, *_ in slots)
 
 
+def linear_flops(layer: nn.Module, num_inputs: int, num_outputs: int) -> int:
+    """Forward FLOPs of a linear layer of these sizes for one vector: those of its matrix, where it has been
+    replaced by a structured one, without the bias.
+    """
+    return layer.matrix.flops if isinstance(layer, StructuredLinear) else 2 * num_inputs * num_outputs
+
+
 def _check_replaceable(name: str, layer: nn.Linear, owners: dict[int, set[int]]) -> None:
     """Raises ``ConfigError`` for a layer with something that would be lost; ``owners`` are the modules of
     each parameter.
@@ -282,9 +290,17 @@ def _check_replaceable(name: str, layer: nn.Linear, owners: dict[int, set[int]])
         raise ConfigError(
             f"the forward of {name} is patched, which would be lost: remove what patches it first, {keep}"
         )
-    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
-    if any(hooks):
+    of_module = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
+    of_state = (layer._state_dict_hooks, layer._state_dict_pre_hooks, layer._load_state_dict_pre_hooks)
+    of_tensors = (x._backward_hooks for x in layer.parameters(recurse=False))
+    if any((*of_module, *of_state, *of_tensors)):
         raise ConfigError(f"{name} has hooks, which would be lost: remove them first, {keep}")
+    extra = {**layer._parameters, **layer._buffers, **layer._modules}.keys() - {"weight", "bias"}
+    if extra:
+        raise ConfigError(
+            f"{name} has {', '.join(sorted(extra))} besides weight and bias, which would be lost: remove them first, "
+            f"{keep}"
+        )
 
 
 def _like(layer: nn.Linear, structure: Structure | StructuredMatrix | str) -> StructuredLinear:

@@ -291,8 +291,10 @@ class RotaryEmbedding(nn.Module):
         """Makes the tables again, on their device. For code that gives a module of the meta device memory by
         its own means.
         """
-        self.turns = torch.tensor(self._turns, device=self.turns.device)
-        self.partners = torch.tensor(self._partners, device=self.partners.device)
+        self._make_tables(self.turns.device)
+
+    def _make_tables(self, device: torch.device) -> None:
+        self.turns, self.partners = (torch.tensor(table, device=device) for table in (self._turns, self._partners))
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         # `to_empty` gives memory without content, and what is not in the state dict is not loaded afterwards
@@ -329,6 +331,8 @@ class RotaryEmbedding(nn.Module):
                 f"positions must have shape ({length},) or ({batch}, {length}) for x of shape {tuple(x.shape)}, got "
                 f"{tuple(positions.shape)}"
             )
+        if self.turns.is_meta and not x.is_meta:  # `load_state_dict(..., assign=True)` does not give them memory
+            self._make_tables(x.device)
         if x.device != positions.device or positions.device != self.turns.device:
             raise ShapeError(
                 f"x, positions and this module need one device: they are on {x.device}, {positions.device} and "

@@ -90,9 +90,11 @@ class Kaleidoscope(FactoredMatrix):
         """Draws every butterfly as ``Butterfly`` does, the transposed ones by the fan-in of their transposed
         stages.
         """
-        all_fan_ins = {**self.product_fan_ins, **self._checked(fan_ins)}
+        drawn = {**(self.product_fan_ins if fan_ins is None else {}), **self._checked(fan_ins)}
         for prefix, butterfly in self._named_butterflies():
-            butterfly.reset_parameters({name: all_fan_ins[f"{prefix}.{name}"] for name in butterfly.product_fan_ins})
+            names = [name for name in butterfly.product_fan_ins if f"{prefix}.{name}" in drawn]
+            if names:
+                butterfly.reset_parameters({name: drawn[f"{prefix}.{name}"] for name in names})
 
     def _named_butterflies(self) -> list[tuple[str, Butterfly]]:
         return [*((f"left.{i}", butterfly) for i, butterfly in enumerate(self._chain)), ("right", self.right)]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from structattn.checks import MAX_SIZE, check_bool, check_int, check_like, check_size, check_tensor
 from structattn.errors import ConfigError, ShapeError
+from structattn.layers.linear import linear_flops
 from structattn.layers.rotary import Rotary
 from structattn.memory import check_memory
 from structattn.models.transformer import Transformer
@@ -48,7 +49,8 @@ class Forecaster(nn.Module):
         head_tokens: the number of last tokens that the head reads, which have seen the others. Default
             ``None``: all of them, whose head has horizon * num_outputs * tokens * E weights.
         instance_norm: default ``True``. Covariates are not normalised.
-        marks_missing: a term of each token says which of its steps were not observed; it starts at zero.
+        marks_missing: a term of each token says which of its steps were not observed; it starts at zero,
+            under muP as the other input projections do.
             Default ``False``.
 
     Raises:
@@ -300,7 +302,7 @@ def _read_in(num_inputs: int, embed_dim: int) -> nn.Linear:
 
 def _flops(linear: nn.Linear) -> int:
     """Forward FLOPs for one input."""
-    return 2 * linear.in_features * linear.out_features
+    return linear_flops(linear, linear.in_features, linear.out_features)
 
 
 def _check(name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> None:

@@ -46,7 +46,7 @@ class ICLRegressor(nn.Module):
         for name, size in (("dim", dim), ("num_points", num_points), ("embed_dim", embed_dim)):
             check_size(name, size)
         if read_in_std is not None:
-            check_number("read_in_std", read_in_std, minimum=0, maximum=MAX_SCALE)
+            check_number("read_in_std", read_in_std, above=0, maximum=MAX_SCALE)
         self.dim = dim
         self.num_points = num_points
         self._flops: dict[int, int] = {}

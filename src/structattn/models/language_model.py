@@ -26,6 +26,7 @@ from structattn.checks import (
 from structattn.errors import ConfigError, ShapeError
 from structattn.layers.attention_spec import AttentionSpec
 from structattn.layers.device import Device, check_dtype, on_device
+from structattn.layers.linear import linear_flops
 from structattn.layers.rotary import Rotary
 from structattn.layout.text import TextHistory, TextUnits
 from structattn.memory import check_memory
@@ -231,8 +232,8 @@ class LanguageModel(nn.Module):
 
     def flops_per_example(self) -> int:
         """Forward FLOPs of a sequence of the context length, LM head included, 2 per multiply-add."""
-        read_out = 2 * self.context_length * self.read_out.in_features * self.vocab_size
-        return self.trunk.flops(self.context_length) + read_out
+        read_out = linear_flops(self.read_out, self.read_out.in_features, self.vocab_size)
+        return self.trunk.flops(self.context_length) + self.context_length * read_out
 
     def generate(
         self,

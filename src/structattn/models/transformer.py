@@ -102,7 +102,10 @@ class Transformer(nn.Module):
             raise ConfigError(f"spec must be text such as 'mlr:32|16|8|8', or a list of it, got {describe(spec)}")
         specs = LayerSpecs.parse(spec).layers(num_layers) if isinstance(spec, str) else tuple(spec)
         if len(specs) != num_layers:
-            raise ConfigError(f"expected one attention spec or {num_layers} of them, got {len(specs)}")
+            raise ConfigError(
+                f"a list of attention specs needs one for each of the {num_layers} layers, got {len(specs)}: one text "
+                "is for all layers"
+            )
         self.context_length = context_length
         self.activation_checkpointing = False
         self.position: nn.Parameter | None = None

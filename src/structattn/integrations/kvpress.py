@@ -120,7 +120,7 @@ class StructuredPress(BasePress):  # type: ignore[misc]
 
     def post_init_from_model(self, model: Any) -> None:
         """Gives each layer of a plain model its spec and storage, or raises ``ConfigError``."""
-        if hasattr(model.config, "structattn"):
+        if getattr(model.config, "structattn", None) is not None:
             raise ConfigError(
                 "a press is for the model as it was: a structurized one keeps its tokens in its own cache"
             )

@@ -70,7 +70,7 @@ def choices(calibration: Calibration, layers: Sequence[LayerCalibration], length
         """The tokens that a level of blocks of this size keeps, over all heads."""
         return sum(_tokens(size, length, layer) for layer in layers if layer.shape.keys_of is None)
 
-    # Blocks that no query looked out of would seem to lose nothing.
+    # Blocks beyond which no query was measured would seem to lose nothing.
     calibrated = [
         n
         for n, size in enumerate(calibration.block_sizes)

@@ -111,7 +111,8 @@ class Recipe:
         for name in ("learning_rates", "variants", "search", "widths", "budgets"):
             values = getattr(self, name)
             if len(set(values)) != len(values):
-                raise ConfigError(f"{name} must be unique, got {', '.join(map(str, values))}")
+                words = (f"{value:g}" if isinstance(value, float) else str(value) for value in values)
+                raise ConfigError(f"{name} must be unique, got {', '.join(words)}")
         if self.sweep_settings and not self.learning_rates:
             raise ConfigError(f"sweep_settings {self.sweep_settings} without learning_rates to sweep")
         if self.sweep_settings and self.training.parametrization != "mup":

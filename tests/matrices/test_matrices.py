@@ -399,3 +399,10 @@ def test_btt_is_full_rank_at_widths_that_are_no_squares() -> None:
 def test_bad_structures_are_named(make: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+def test_a_kaleidoscope_draws_the_factors_that_are_named() -> None:
+    m = Kaleidoscope(8, 8, 1)
+    before, name = {key: x.clone() for key, x in m.state_dict().items()}, next(iter(m.product_fan_ins))
+    m.reset_parameters({name: 2})
+    assert [key for key, x in m.state_dict().items() if not torch.equal(x, before[key])] == [name]

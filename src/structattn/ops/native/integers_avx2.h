@@ -50,87 +50,75 @@ inline __m256i add_byte_pairs(__m256i sum, __m256i codes, __m256i bytes) {
   return _mm256_add_epi16(sum, _mm256_maddubs_epi16(codes, bytes));
 }
 
+// The same number, in a register: GCC delays sums otherwise until their terms no longer fit into registers.
+inline __m256i in_register(__m256i x) {
+  asm("" : "+x"(x));
+  return x;
+}
+
 // Codes of 4 bits in the low halves of bytes, and in the high ones.
 inline __m256i low_halves(__m256i x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
 inline __m256i high_halves(__m256i x) { return low_halves(_mm256_srli_epi16(x, 4)); }
 
-// Pairs of a query's numbers, as often as a lane of 32 bits has room for them: of two numbers of 16 bits once, and the
-// same once more; or of the first bytes twice, then of the second ones.
-template <bool kIsByte>
+// Pairs of a query's numbers, of 16 bits each: every pair is twice there, as a number of 64 bits.
 inline void by_pairs(const float* x, int64_t dims, float inverse, Line* out) {
-  const __m128i order = kIsByte ? _mm_setr_epi8(0, 1, 4, 5, 0, 1, 4, 5, 8, 9, 12, 13, 8, 9, 12, 13)
-                                : _mm_setr_epi8(0, 4, 0, 4, 1, 5, 1, 5, 8, 12, 8, 12, 9, 13, 9, 13);
+  const __m128i order = _mm_setr_epi8(0, 1, 4, 5, 0, 1, 4, 5, 8, 9, 12, 13, 8, 9, 12, 13);
   auto* const to = reinterpret_cast<__m256i*>(out);
-  for (int64_t d = 0; d < dims; d += 8) {
-    const __m256i numbers = kIsByte ? whole_numbers(x + d, inverse) : as_bytes(x + d, inverse);
-    _mm256_store_si256(to + d / 8, _mm256_shuffle_epi8(numbers, _mm256_broadcastsi128_si256(order)));
-  }
+  for (int64_t d = 0; d < dims; d += 8)
+    _mm256_store_si256(to + d / 8,
+                       _mm256_shuffle_epi8(whole_numbers(x + d, inverse), _mm256_broadcastsi128_si256(order)));
 }
 
-// out = unit times sums for 32 positions: of vector n, positions 4 n to 4 n + 3, and 16 + 4 n to 16 + 4 n + 3.
-inline void store_positions(const __m256i* sums, float unit, float* out) {
+// out = unit times sums for 32 positions: those of bytes 0, 2, ..., 14 of each half of the vectors they were in, those
+// of the bytes between them, and the same of bytes 16 to 31.
+inline void store_positions(const __m256i (&sums)[4], float unit, float* out) {
   const __m256 times = _mm256_set1_ps(unit);
   const auto store = [&](__m256i x, float* to) { _mm256_storeu_ps(to, _mm256_mul_ps(_mm256_cvtepi32_ps(x), times)); };
-  for (int n = 0; n < 4; n += 2) {
-    store(_mm256_permute2x128_si256(sums[n], sums[n + 1], 0x20), out + 4 * n);
-    store(_mm256_permute2x128_si256(sums[n], sums[n + 1], 0x31), out + 4 * n + 16);
+  for (int n = 0; n < 4; n += 2, out += 8) {
+    const __m256i first = _mm256_unpacklo_epi32(sums[n], sums[n + 1]);
+    const __m256i second = _mm256_unpackhi_epi32(sums[n], sums[n + 1]);
+    store(_mm256_permute2x128_si256(first, second, 0x20), out);
+    store(_mm256_permute2x128_si256(first, second, 0x31), out + 16);
   }
 }
 
-// Sums over dimensions of codes of 8 bits, for 32 positions and M queries `lines` apart.
-template <int M>
-void store_byte_sums(const uint8_t* codes, int64_t stride, const Line* pairs, int64_t lines, int64_t dims,
-                     const float* unit, float* out, int64_t out_row) {
-  const __m256i zero = _mm256_setzero_si256();
-  __m256i sum[M][4];
+// Sums over dimensions of codes, for 32 bytes of each dimension and M queries `lines` apart. Of 4 bits, `other` is
+// where those go of the codes in high halves: a whole byte is its low half and 16 times the high one, and so are the
+// sums. 256 x 255 x 32512 is below 2^31.
+template <int M, bool kIsByte>
+void store_sums(const uint8_t* codes, int64_t stride, const Line* pairs, int64_t lines, int64_t dims, const float* unit,
+                float* out, float* other, int64_t out_row) {
+  __m256i whole[M][4], low[M][4];
 #pragma GCC unroll 2
   for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
-    for (int n = 0; n < 4; ++n) sum[m][n] = zero;
+    for (int n = 0; n < 4; ++n) whole[m][n] = low[m][n] = _mm256_setzero_si256();
   for (int64_t d = 0; d < dims; d += 2, codes += 2 * stride) {
+    if constexpr (!kIsByte) ask_for(codes);
     const __m256i x = load_bytes(codes), y = load_bytes(codes + stride);
-    const __m256i low = _mm256_unpacklo_epi8(x, y), high = _mm256_unpackhi_epi8(x, y);
-    const __m256i both[4] = {_mm256_unpacklo_epi8(low, zero), _mm256_unpackhi_epi8(low, zero),
-                             _mm256_unpacklo_epi8(high, zero), _mm256_unpackhi_epi8(high, zero)};
+    const __m256i first = _mm256_unpacklo_epi16(x, y), second = _mm256_unpackhi_epi16(x, y);
+    const __m256i mask = _mm256_set1_epi16(255), half = _mm256_set1_epi16(15);
+    const __m256i bytes[4] = {_mm256_and_si256(first, mask), _mm256_srli_epi16(first, 8),
+                              _mm256_and_si256(second, mask), _mm256_srli_epi16(second, 8)};
 #pragma GCC unroll 2
     for (int m = 0; m < M; ++m) {
       const __m256i pair = _mm256_set1_epi32(reinterpret_cast<const int32_t*>(pairs + m * lines)[d]);
 #pragma GCC unroll 4
-      for (int n = 0; n < 4; ++n) sum[m][n] = add_pairs(sum[m][n], both[n], pair);
-    }
-  }
-  for (int m = 0; m < M; ++m) store_positions(sum[m], unit[m], out + m * out_row);
-}
-
-// The same of codes of 4 bits, for one query and 32 bytes of a dimension: `other` is where the sums go of the codes in
-// high halves.
-inline void store_half_sums(const uint8_t* codes, int64_t stride, const Line* pairs, int64_t dims, float unit,
-                            float* out, float* other) {
-  const auto* const bytes = reinterpret_cast<const int32_t*>(pairs);
-  const __m256i zero = _mm256_setzero_si256(), times = _mm256_set1_epi32(1 + (256 << 16));
-  __m256i all[8] = {zero, zero, zero, zero, zero, zero, zero, zero};
-  for (int64_t from = 0; from < dims; from += 16) {
-    __m256i sum[4][2] = {{zero, zero}, {zero, zero}, {zero, zero}, {zero, zero}};
-    for (int64_t d = from; d < std::min(from + 16, dims); d += 2, codes += 2 * stride) {
-      ask_for(codes);
-      const __m256i x = load_bytes(codes), y = load_bytes(codes + stride);
-      const __m256i first = _mm256_unpacklo_epi8(x, y), second = _mm256_unpackhi_epi8(x, y);
-      const __m256i both[4] = {low_halves(first), low_halves(second), high_halves(first), high_halves(second)};
-#pragma GCC unroll 2
-      for (int p = 0; p < 2; ++p) {
-        const __m256i piece = _mm256_set1_epi32(bytes[d + p]);
-#pragma GCC unroll 4
-        for (int n = 0; n < 4; ++n) sum[n][p] = add_byte_pairs(sum[n][p], both[n], piece);
+      for (int n = 0; n < 4; ++n) {
+        whole[m][n] = in_register(add_pairs(whole[m][n], bytes[n], pair));
+        if constexpr (!kIsByte) low[m][n] = in_register(add_pairs(low[m][n], _mm256_and_si256(bytes[n], half), pair));
       }
     }
+  }
+#pragma GCC unroll 2
+  for (int m = 0; m < M; ++m) {
+    store_positions(kIsByte ? whole[m] : low[m], unit[m], out + m * out_row);
+    if constexpr (!kIsByte) {
 #pragma GCC unroll 4
-    for (int n = 0; n < 4; ++n) {
-      all[2 * n] = add_pairs(all[2 * n], _mm256_unpacklo_epi16(sum[n][0], sum[n][1]), times);
-      all[2 * n + 1] = add_pairs(all[2 * n + 1], _mm256_unpackhi_epi16(sum[n][0], sum[n][1]), times);
+      for (int n = 0; n < 4; ++n) whole[m][n] = _mm256_sub_epi32(whole[m][n], low[m][n]);
+      store_positions(whole[m], unit[m] / 16, other + m * out_row);
     }
   }
-  store_positions(all, unit, out);
-  store_positions(all + 4, unit, other);
 }
 
 // sums[g][m][n] = sum over d of factor[g][m][d] code[g][d, n] for the positions n of G groups; false, and nothing done,
@@ -148,21 +136,17 @@ bool key_sums(const float* factor, int64_t row, const uint8_t* const* codes, int
         return false;
   for (int g = 0; g < G; ++g) {
     Line* const pairs = room.bytes.data();
-    for (int m = 0; m < M; ++m) by_pairs<kIsByte>(factor + (g * M + m) * row, dims, inverse[g][m], pairs + m * lines);
+    for (int m = 0; m < M; ++m) by_pairs(factor + (g * M + m) * row, dims, inverse[g][m], pairs + m * lines);
     for (int64_t c = 0; c < stride; c += 32) {
       float* const out = sums + g * M * row + c;
-      if constexpr (kIsByte) {  // two queries at once have enough registers
-        if constexpr (M > 1)
-          for (int m = 0; m + 1 < M; m += 2)
-            store_byte_sums<2>(codes[g] + c, stride, pairs + m * lines, lines, dims, unit[g] + m, out + m * row, row);
-        if constexpr (M % 2 == 1)
-          store_byte_sums<1>(codes[g] + c, stride, pairs + (M - 1) * lines, lines, dims, unit[g] + M - 1,
-                             out + (M - 1) * row, row);
-      } else {
-        for (int m = 0; m < M; ++m)
-          store_half_sums(codes[g] + c, stride, pairs + m * lines, dims, unit[g][m], out + m * row,
-                          out + m * row + stride);
-      }
+      constexpr int kTogether = kIsByte && M > 1 ? 2 : 1;  // as many as have enough registers
+      const auto store = [&]<int kCount>(int m) {
+        store_sums<kCount, kIsByte>(codes[g] + c, stride, pairs + m * lines, lines, dims, unit[g] + m, out + m * row,
+                                    out + m * row + stride, row);
+      };
+      int m = 0;
+      for (; m + kTogether <= M; m += kTogether) store.template operator()<kTogether>(m);
+      for (; m < M; ++m) store.template operator()<1>(m);
     }
   }
   return true;
@@ -221,14 +205,15 @@ struct RowSum {
   }
 
   void add(const __m256i* codes, const __m256i* weights) {
-    if constexpr (kIsByte) {
-      const __m256i other = add_pairs(_mm256_madd_epi16(codes[2], weights[2]), codes[3], weights[3]);
-      parts[0] = _mm256_add_epi32(add_pairs(add_pairs(parts[0], codes[0], weights[0]), codes[1], weights[1]), other);
-    } else {
+    constexpr int kParts = kIsByte ? 1 : 2;
 #pragma GCC unroll 2
-      for (int p = 0; p < 2; ++p)
-        parts[p] = add_byte_pairs(add_byte_pairs(parts[p], codes[0], weights[p]), codes[1], weights[2 + p]);
-    }
+    for (int p = 0; p < kParts; ++p)
+#pragma GCC unroll 4
+      for (int n = 0; n < 4 / kParts; ++n) {
+        const __m256i weight = weights[kParts * n + p];
+        parts[p] =
+            in_register(kIsByte ? add_pairs(parts[p], codes[n], weight) : add_byte_pairs(parts[p], codes[n], weight));
+      }
   }
 
   __m256i total() const {
@@ -264,23 +249,29 @@ bool add_value_sums(const float* factor, int64_t row, const uint8_t* const* code
       }
       start[m] = of_middle.total();
     }
-    for (int64_t d = 0; d < dims; ++d) {
-      RowSum<kIsByte> sum[M];
+    constexpr int kRows = M > 2 ? 1 : 2;  // with which weights are multiplied that are loaded once
+    for (int64_t d = 0; d < dims; d += kRows) {
+      RowSum<kIsByte> sum[kRows][M];
 #pragma GCC unroll 4
       for (int g = 0; g < G; ++g) {
-        __m256i of_row[kVectors];
+        __m256i of_row[kRows][kVectors];
         const uint8_t* const at = codes[g] + d * stride + c;
         if constexpr (G > 1 || !kIsByte) ask_for(at);
-        RowSum<kIsByte>::read(at, of_row);
+#pragma GCC unroll 2
+        for (int r = 0; r < kRows; ++r) RowSum<kIsByte>::read(at + r * stride, of_row[r]);
 #pragma GCC unroll 4
-        for (int m = 0; m < M; ++m) sum[m].add(of_row, weights[g][m]);
+        for (int m = 0; m < M; ++m)
+#pragma GCC unroll 2
+          for (int r = 0; r < kRows; ++r) sum[r][m].add(of_row[r], weights[g][m]);
       }
 #pragma GCC unroll 4
-      for (int m = 0; m < M; ++m) {
-        const __m256 numbers = _mm256_cvtepi32_ps(_mm256_sub_epi32(sum[m].total(), start[m]));
-        float* const to = lanes + m * lanes_row + d * 8;
-        _mm256_storeu_ps(to, _mm256_fmadd_ps(numbers, _mm256_set1_ps(unit[m]), _mm256_loadu_ps(to)));
-      }
+      for (int m = 0; m < M; ++m)
+#pragma GCC unroll 2
+        for (int r = 0; r < kRows; ++r) {
+          const __m256 numbers = _mm256_cvtepi32_ps(_mm256_sub_epi32(sum[r][m].total(), start[m]));
+          float* const to = lanes + m * lanes_row + (d + r) * 8;
+          _mm256_storeu_ps(to, _mm256_fmadd_ps(numbers, _mm256_set1_ps(unit[m]), _mm256_loadu_ps(to)));
+        }
     }
   }
   return true;

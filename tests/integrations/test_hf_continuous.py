@@ -2,6 +2,7 @@
 page lost.
 """
 
+import asyncio
 import importlib
 import random
 import re
@@ -139,6 +140,15 @@ def test_requests_that_do_not_fit_wait_and_those_that_stop_leave(name) -> None:
         assert batched(model, given, 16, eos, num_blocks=3, scheduler_type=scheduler) == wanted
 
 
+def results(manager, count):
+    """Those of ``count`` requests, by their names."""
+    found, deadline = {}, time.monotonic() + 120
+    while len(found) < count and time.monotonic() < deadline:
+        if (result := manager.get_result(timeout=0.1)) is not None:
+            found[result.request_id] = result
+    return found
+
+
 def test_a_request_that_is_larger_than_the_pool_fails_alone() -> None:
     model = MODELS["values"]()
     (fits, long, grows) = prompts((20, 300, 30))
@@ -147,11 +157,7 @@ def test_a_request_that_is_larger_than_the_pool_fails_alone() -> None:
         manager.add_request(long, request_id="long")
         manager.add_request(grows, request_id="grows", max_new_tokens=1000)
         manager.add_request(fits, request_id="fits")
-        found = {}
-        deadline = time.monotonic() + 120
-        while len(found) < 3 and time.monotonic() < deadline:
-            if (result := manager.get_result(timeout=0.1)) is not None:
-                found[result.request_id] = result
+        found = results(manager, 3)
         assert manager.is_running()
         pages = manager.batch_processor.cache.pages
         assert not pages.num_used
@@ -159,6 +165,44 @@ def test_a_request_that_is_larger_than_the_pool_fails_alone() -> None:
     for name in ("long", "grows"):
         assert re.search(r"tokens need \d+ pages of the cache, which has \d+: give it more memory", found[name].error)
     assert found["grows"].generated_tokens[:12] == expected(model, grows, 12)
+
+
+def test_an_empty_prompt_fails_alone() -> None:
+    model = MODELS["values"]()
+    (other,) = prompts((20,))
+    options = ContinuousBatchingConfig(page_size=16, num_blocks=20)
+    with model.continuous_batching_context_manager(greedy(6), continuous_batching_config=options) as manager:
+        manager.add_request(other, request_id="other")
+        manager.add_request([], request_id="empty")
+        found = results(manager, 2)
+        assert manager.is_running()
+    assert found["other"].generated_tokens == expected(model, other, 6)
+    assert "a prompt needs at least one token" in found["empty"].error
+
+
+def test_the_id_of_a_request_that_has_not_ended_is_refused() -> None:
+    model = MODELS["values"]()
+    first, second = prompts((20, 9))
+    options = ContinuousBatchingConfig(page_size=16, num_blocks=200)
+    received = []
+
+    async def serve(manager):
+        manager.register_result_handler("same", received.append)
+        manager.add_request(first, request_id="same", max_new_tokens=150)
+        with pytest.raises(ConfigError, match="request id 'same' is in use"):
+            manager.register_result_handler("same", lambda result: None)
+        with pytest.raises(ConfigError, match="request id 'same' is in use"):
+            manager.add_request(second, request_id="same")
+        deadline = time.monotonic() + 120
+        while not received and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+
+    with model.continuous_batching_context_manager(greedy(6), continuous_batching_config=options) as manager:
+        asyncio.run(serve(manager))
+        manager.add_request(second, request_id="same")  # the first one has ended
+        assert results(manager, 1)["same"].generated_tokens == expected(model, second, 6)
+    (result,) = received
+    assert result.generated_tokens == expected(model, first, 150)
 
 
 @pytest.mark.full

@@ -194,9 +194,9 @@ def test_a_fork_has_the_last_tokens_of_a_window(monkeypatch) -> None:
         assert server.computed == 28 + 2 * 6
 
 
-def retrain(model):
+def retrain(model, seed=1):
     """Other weights."""
-    torch.manual_seed(1)
+    torch.manual_seed(seed)
     with torch.no_grad():
         for weight in model.parameters():
             weight.copy_(0.2 * torch.randn_like(weight))
@@ -214,6 +214,12 @@ def test_other_weights_share_nothing(monkeypatch) -> None:
             after = expected(model, tokens, 3), 42
         assert after[0] != before[0][0]
         assert server.ask(tokens, tokens) == [after, (after[0], 42 - 32)]
+        with pytest.raises(RuntimeError, match="a step of training"), server.manager.pause():  # noqa: PT012
+            retrain(model, seed=2)
+            last = expected(model, tokens, 3), 42
+            raise RuntimeError("a step of training")
+        assert last[0] != after[0]
+        assert server.ask(tokens) == [last]
 
 
 @pytest.mark.full

@@ -217,18 +217,25 @@ class _Lenient:
     requests.
 
     Attributes:
-        refuse: tells the request why: called with its state, a number of tokens, and the pages that they
-            need.
+        refuse: tells a request, by its state, why it ends.
     """
 
-    refuse: Callable[[RequestState, int, int], None]
+    refuse: Callable[[RequestState, Exception], None]
 
     def add_waiting_request(self: Any, state: RequestState) -> None:
         length = len(state.initial_tokens)
-        if (needed := self.cache.pages.needed(length)) > self.cache.num_blocks:
-            self.refuse(state, length, needed)
+        if not length:
+            self.refuse(state, ConfigError("a prompt needs at least one token, and this one has none"))
+        elif (needed := self.cache.pages.needed(length)) > self.cache.num_blocks:
+            self.refuse(state, self._too_large(length, needed))
         else:
             super().add_waiting_request(state)  # type: ignore[misc]
+
+    def _too_large(self: Any, length: int, needed: int) -> CacheError:
+        return CacheError(
+            f"{length} tokens need {needed} pages of the cache, which has {self.cache.num_blocks}: give it more memory "
+            "(num_blocks or max_memory_percent of ContinuousBatchingConfig)"
+        )
 
     def schedule_batch(self: Any, token_budget: int, cache_budget: int) -> Any:
         if not self.active_requests:  # the one for which new ones were held back may have been cancelled
@@ -244,7 +251,7 @@ class _Lenient:
             count = min(len(state.remaining_prefill_tokens) or 1, token_budget)
             pages = self.cache.pages
             needed = pages.held(state.request_id) + pages.missing(state.request_id, state.position_offset, count)
-            self.refuse(state, state.position_offset + count, needed)
+            self.refuse(state, self._too_large(state.position_offset + count, needed))
             self.finish_request(state.request_id)
             if self.waiting_requests.pop(state.request_id, None) is not None:
                 self.waiting_requests_order.remove(state.request_id)
@@ -264,12 +271,8 @@ class _Processor(ContinuousBatchProcessor):  # type: ignore[misc]
         super().__init__(**arguments)
         self.scheduler.refuse = self._refuse
 
-    def _refuse(self, state: RequestState, length: int, needed: int) -> None:
-        """Ends one request, which is larger than the whole pool."""
-        error = CacheError(
-            f"{length} tokens need {needed} pages of the cache, which has {self.cache.num_blocks}: give it more memory "
-            "(num_blocks or max_memory_percent of ContinuousBatchingConfig)"
-        )
+    def _refuse(self, state: RequestState, error: Exception) -> None:
+        """Ends one request, with all of its answers."""
         for request in (state, *_children(state)):
             self._handle_request_error(error, request)
 
@@ -330,8 +333,38 @@ class LevelBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
         weights may be others.
         """
         with super().pause():
-            yield
-            self.batch_processor.cache.pages.forget()
+            try:
+                yield
+            finally:  # also where a training step broke off after it had changed weights
+                self.batch_processor.cache.pages.forget()
+
+    def add_request(self, input_ids: list[int], request_id: str | None = None, *rest: Any, **options: Any) -> str | None:
+        """transformers' own.
+
+        Raises:
+            ConfigError: a request with this id has not ended. The two would write into one cache.
+        """
+        if request_id is not None and self._is_live(request_id):
+            raise ConfigError(_in_use(request_id))
+        added: str | None = super().add_request(input_ids, request_id, *rest, **options)
+        return added
+
+    def register_result_handler(self, request_id: str, callback: Callable[..., object]) -> None:
+        """transformers' own; raises ``ConfigError`` where it would take the results of another request, as
+        ``add_request`` does.
+        """
+        if request_id in self.output_router.result_handlers and self._is_live(request_id):
+            raise ConfigError(_in_use(request_id))
+        super().register_result_handler(request_id, callback)
+
+    def _is_live(self, request_id: str) -> bool:
+        """Whether a request with this id waits or is computed."""
+        if any(state.request_id == request_id for state in tuple(self.input_queue.queue)):
+            return True
+        if self.batch_processor is None:
+            return False
+        scheduler = self.batch_processor.scheduler
+        return request_id in scheduler.active_requests or request_id in scheduler.waiting_requests
 
     def _create_batch_processor(self) -> ContinuousBatchProcessor:
         if isinstance(self.batch_processor, ContinuousBatchProcessor):  # of an earlier session
@@ -391,6 +424,10 @@ class LevelBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
         length = getattr(self.model.config, "max_position_embeddings", None)
         pages = PagePool(self._layers, most_slots=options.page_size, length=length, **of_pool)
         return ServedCache(self._layers, pages, **served)
+
+
+def _in_use(request_id: str) -> str:
+    return f"the request id {request_id!r} is in use: give another one, or wait until its request has ended"
 
 
 @torch.no_grad()

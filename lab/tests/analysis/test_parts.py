@@ -136,6 +136,9 @@ def test_data_may_be_in_another_place(tmp_path) -> None:
     other = written(tmp_path / "other", placed("/there/text", (SPECS[0], SPECS[2]), 2.5))
     with pytest.raises(ConfigError, match=r"differ in data .*; task.data \('/here/text' and '/there/text'"):
         merge([first, other], tmp_path / "out")
+    changed = written(tmp_path / "changed", placed("/here/text", (SPECS[0], SPECS[2]), 2.5))
+    with pytest.raises(ConfigError, match="their data differ: the nmse of pairs is 2.6 and 2.5"):
+        merge([first, changed], tmp_path / "out")
     shorter = written(tmp_path / "shorter", replace(placed("/there/text", SPECS, 2.6), data={"data": "/", "rows": "7"}))
     with pytest.raises(ConfigError, match="differ in data"):
         merge([first, shorter], tmp_path / "out")

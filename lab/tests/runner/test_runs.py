@@ -20,6 +20,7 @@ from structattn_lab.settings.training import TrainingConfig
 from structattn_lab.tasks.factory import TaskFactory
 from structattn_lab.tasks.icl_regression.task import ICLRegressionConfig, ICLRegressionTask
 from structattn_lab.tasks.nearest_neighbor.task import NearestNeighborConfig, NearestNeighborTask
+from structattn_lab.training.evaluate import load_run
 
 _PARENT = """
 import sys
@@ -160,3 +161,5 @@ def test_runs_of_one_process_may_differ_in_precision(tmp_path) -> None:
     other = replace(job, folder=tmp_path / "second", training=replace(job.training, precision="bf16"))
     other.run(resume=False, show_progress=False)
     assert other.scores(other.record()).metrics != job.scores(job.record()).metrics
+    # Scores are in float32, as those of baselines and of `structattn evaluate` are.
+    assert other.scores(other.record()).metrics == other.made_task.evaluate(load_run(other.folder).model, "test")

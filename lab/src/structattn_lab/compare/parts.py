@@ -37,8 +37,8 @@ def merge(
     """Writes the results, the figures and the report of several comparisons as those of one.
 
     They may differ in specs, widths, budgets and variants. A row that several have is taken from the first.
-    Their data may be in other places, such as those of another machine, where the baselines have the same
-    scores.
+    Their data may be in other places, such as those of another machine: baselines that parts have in common
+    need the same scores.
     Without budgets the first spec decides how many steps the others take, so that all parts need the same.
     The record has the machine and the versions of the first part, and names those of each under ``data``.
 
@@ -76,7 +76,9 @@ def _merged(parts: Sequence[tuple[Path, ComparisonRecord]]) -> ComparisonRecord:
     for other_folder, other in others:
         places: tuple[str | None, ...] = ()
         left_out = [_PARTS]
-        if _have_same_scores(first, other):
+        scores = _common_scores(first, other)
+        changed = [name for name, (x, y) in scores.items() if not _is_equal(x, y)]
+        if scores and not changed:  # then the data are the same, wherever they are
             places = tuple(record.data.get(_PLACE) for record in (first, other))
             left_out.append(_PLACE)
         compared: list[tuple[str, Any, Any]] = [
@@ -91,6 +93,11 @@ def _merged(parts: Sequence[tuple[Path, ComparisonRecord]]) -> ComparisonRecord:
             raise ConfigError(
                 f"{folder} and {other_folder} are no parts of one comparison, they differ in {shortened(words)}: parts "
                 f"may differ in {', '.join(_ROWS)}"
+            )
+        if changed:  # data may change at their place
+            raise ConfigError(
+                f"{folder} and {other_folder} are no parts of one comparison, their data differ: the {changed[0]} is "
+                "{:.6g} and {:.6g}".format(*scores[changed[0]])
             )
     _check_variants(parts)
     records = [record for _, record in parts]
@@ -148,16 +155,22 @@ def _data_without(record: ComparisonRecord, names: Sequence[str]) -> dict[str, s
     return {name: words for name, words in record.data.items() if name not in names}
 
 
-def _have_same_scores(first: ComparisonRecord, other: ComparisonRecord) -> bool:
-    """Whether two records have baselines of the same names, with the same scores: then their data are the
-    same, wherever they are.
-    """
+def _common_scores(first: ComparisonRecord, other: ComparisonRecord) -> dict[str, tuple[float, float]]:
+    """The scores of the baselines that both records have, by their names and settings in words."""
     found, expected = (
-        {(row.name, row.setting, name): x for row in record.baselines for name, x in row.metrics.items()}
+        {
+            f"{name} of {row.name} {row.setting or ''}".strip(): x
+            for row in record.baselines
+            for name, x in row.metrics.items()
+        }
         for record in (first, other)
     )
-    common = found.keys() & expected.keys()  # of other machines they may differ by rounding
-    return bool(common) and all(math.isclose(found[name], expected[name], rel_tol=1e-6) for name in common)
+    return {name: (x, expected[name]) for name, x in found.items() if name in expected}
+
+
+def _is_equal(x: float, y: float) -> bool:
+    """Whether two scores are the same; on another machine they may differ by rounding."""
+    return math.isclose(x, y, rel_tol=1e-6) or (math.isnan(x) and math.isnan(y))
 
 
 def _origin_of(part: tuple[Path, ComparisonRecord]) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.resources import files
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from structattn.checks import check_int, check_number, check_path, check_size
 from structattn.errors import CheckpointError, DataError
-from structattn.files import TEMPORARY, write_atomic
+from structattn.files import write_atomic
 from structattn.machine import has_products
 from structattn.progress import doing
 from structattn.seeds import generator
@@ -28,7 +27,7 @@ from structattn_lab.compare.caches import CachesConfig, CacheTask, compare_cache
 from structattn_lab.compare.measured_cache import MeasuredCache, Prepared
 from structattn_lab.data.corpus.documents import Source
 from structattn_lab.data.corpus.tokenizers import model_tokenizer
-from structattn_lab.data.trained_models import checked_config, load_model, weights_sha256
+from structattn_lab.data.trained_models import checked_config, load_model, model_folder, weights_sha256
 from structattn_lab.records.caches import CachesRecord
 from structattn_lab.records.common import RESULTS, Results, read_file
 from structattn_lab.runs.folders import Owner, finished_in, opened
@@ -272,9 +271,7 @@ def _written(
     if not target.is_dir():
         model = load_model(task.model, "MODEL").to(dtype)
         structurize(model, chosen)
-        partial = folder / f"{TEMPORARY}{MODEL}"
-        shutil.rmtree(partial, ignore_errors=True)
-        model.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
-        partial.rename(target)
+        with model_folder(target) as written:
+            model.save_pretrained(written)
+            tokenizer.save_pretrained(written)
     return chosen.expected_loss

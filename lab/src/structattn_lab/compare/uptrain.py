@@ -5,7 +5,6 @@ report, checkpoint.
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -14,12 +13,12 @@ from typing import Any, cast
 
 from structattn.checks import check_bool, check_int, check_number, check_path, check_size, check_type, quoted
 from structattn.errors import ConfigError, DataError
-from structattn.files import TEMPORARY, write_atomic
+from structattn.files import write_atomic
 from structattn_lab.compare.comparison import FREE, compare
 from structattn_lab.compare.model_card import README, model_card
 from structattn_lab.data.corpus import Corpus, PrepareConfig, Source, prepare
 from structattn_lab.data.corpus.corpus import MANIFEST
-from structattn_lab.data.trained_models import checked_config
+from structattn_lab.data.trained_models import checked_config, model_folder
 from structattn_lab.records.common import Results
 from structattn_lab.records.comparison import ComparisonRecord
 from structattn_lab.settings.overrides import Change, apply_overrides
@@ -299,10 +298,8 @@ def _write_model(tasks: TaskFactory, recipe: Recipe, results: Results[Comparison
     student = task.build_model(recipe.attention[0])
     student.load_state_dict(read_finished(run).weights)
     model = student.model.merge_and_unload() if recipe.task.lora_rank else student.model
-    partial = out.with_name(TEMPORARY + out.name)
-    shutil.rmtree(partial, ignore_errors=True)
-    model.eval().save_pretrained(partial)
-    if task.teacher.tokenizer is not None:
-        task.teacher.tokenizer.save_pretrained(partial)
-    write_atomic(partial / README, model_card(results.record, model.config, data))
-    partial.rename(out)
+    with model_folder(out) as folder:
+        model.eval().save_pretrained(folder)
+        if task.teacher.tokenizer is not None:
+            task.teacher.tokenizer.save_pretrained(folder)
+        write_atomic(folder / README, model_card(results.record, model.config, data))

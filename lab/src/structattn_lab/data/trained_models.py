@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from structattn.checks import quoted, shortened
-from structattn.errors import ConfigError
+from structattn.errors import CheckpointError, ConfigError
+from structattn.files import TEMPORARY
 from structattn.integrations.hub import check_source, positions_of, source_config
 
 
@@ -79,3 +86,26 @@ def weights_sha256(model: Any) -> str:
     for name, value in sorted(model.state_dict().items()):
         digest.update(name.encode() + value.contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+@contextmanager
+def model_folder(target: Path) -> Iterator[Path]:
+    """A folder for a model and its tokenizer, with a temporary name until all of it is written.
+
+    Raises:
+        CheckpointError: it cannot be written, which safetensors and tokenizers do not say with an ``OSError``;
+            nothing is left of it.
+    """
+    partial = target.with_name(TEMPORARY + target.name)
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        yield partial
+        partial.rename(target)
+    except Exception as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is not None and not isinstance(error, OSError):
+            error = OSError(int(number[1]), os.strerror(int(number[1])))
+        if isinstance(error, OSError):
+            raise CheckpointError(f"cannot write the model to {target}: {error.strerror or error}") from error
+        raise

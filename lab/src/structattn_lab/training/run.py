@@ -168,9 +168,10 @@ class TrainingRun:
 
     def _unwrapped(self, model: nn.Module) -> nn.Module:
         """The model with the names of its own parameters, also where a launcher asked for torch.compile
-        (``--dynamo_backend``).
+        (``--dynamo_backend``), and without the autocast that accelerate gives to its calls: ``step`` asks for
+        that, and scores are in the dtype of the weights, as those of baselines are.
         """
-        unwrapped: nn.Module = self.accelerator.unwrap_model(model, keep_torch_compile=False)
+        unwrapped: nn.Module = self.accelerator.unwrap_model(model, keep_fp32_wrapper=False, keep_torch_compile=False)
         return unwrapped
 
     def save(self) -> None:

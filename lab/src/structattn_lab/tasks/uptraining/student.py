@@ -107,6 +107,6 @@ def attention_loss(outputs: list[Tensor], wanted: list[Tensor], logits: Tensor) 
     """
     errors = [
         (a - b).square().sum((1, 2)) / b.square().sum((1, 2)).clamp(min=_TINY)
-        for a, b in zip(outputs, wanted, strict=True)
+        for a, b in ((found.float(), right.float()) for found, right in zip(outputs, wanted, strict=True))
     ]
     return torch.stack(errors).mean() + 0 * logits.sum()

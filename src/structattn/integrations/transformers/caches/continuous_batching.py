@@ -338,7 +338,9 @@ class LevelBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
             finally:  # also where a training step broke off after it had changed weights
                 self.batch_processor.cache.pages.forget()
 
-    def add_request(self, input_ids: list[int], request_id: str | None = None, *rest: Any, **options: Any) -> str | None:
+    def add_request(
+        self, input_ids: list[int], request_id: str | None = None, *rest: Any, **options: Any
+    ) -> str | None:
         """transformers' own.
 
         Raises:

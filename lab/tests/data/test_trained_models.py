@@ -26,10 +26,10 @@ def test_a_folder_appears_when_it_is_complete(tmp_path) -> None:
     ],
 )
 def test_a_full_disk_leaves_nothing_and_is_named(error, tmp_path) -> None:
-    with pytest.raises(CheckpointError, match="cannot write the model to .*: No space left") as raised:  # noqa: PT012
-        with model_folder(tmp_path / "model") as folder:
-            folder.mkdir()
-            raise error
+    message = "cannot write the model to .*: No space left"
+    with pytest.raises(CheckpointError, match=message) as raised, model_folder(tmp_path / "model") as folder:  # noqa: PT012
+        folder.mkdir()
+        raise error
     assert is_full_disk(raised.value)
     assert not list(tmp_path.iterdir())
 

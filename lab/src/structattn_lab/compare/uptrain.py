@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from structattn.checks import check_bool, check_int, check_number, check_path, check_size, check_type, quoted
 from structattn.errors import ConfigError, DataError
-from structattn.files import write_atomic
+from structattn.files import TEMPORARY, write_atomic
 from structattn_lab.compare.comparison import FREE, compare
 from structattn_lab.compare.model_card import README, model_card
 from structattn_lab.data.corpus import Corpus, PrepareConfig, Source, prepare

@@ -93,8 +93,8 @@ def model_folder(target: Path) -> Iterator[Path]:
     """A folder for a model and its tokenizer, with a temporary name until all of it is written.
 
     Raises:
-        CheckpointError: it cannot be written, which safetensors and tokenizers do not say with an ``OSError``;
-            nothing is left of it.
+        CheckpointError: it cannot be written, which safetensors and tokenizers do not say by an ``OSError``.
+            Nothing is left of it.
     """
     partial = target.with_name(TEMPORARY + target.name)
     shutil.rmtree(partial, ignore_errors=True)

@@ -410,6 +410,69 @@ def test_packed_sequences_are_those_computed_separately(layout: LevelLayout) -> 
 
 
 @runs
+def test_boundaries_may_be_a_column() -> None:
+    case = Case(layout=HALVING, lengths=(45, 45), ends=(7, 38, 45))
+    q, k, v = case.tensors()
+    assert case.call.cu_seqlens is not None
+    column = torch.stack([case.call.cu_seqlens, case.call.cu_seqlens + 1], dim=1)[:, 0]
+    found, expected = (
+        triton_attention.forward(q, k, v, replace(case.call, cu_seqlens=ends))
+        for ends in (column, case.call.cu_seqlens)
+    )
+    torch.testing.assert_close(found, expected)
+
+
+@runs
+@pytest.mark.parametrize("layout", [replace(HALVING, sink_tokens=4), replace(SLIDING, sink_tokens=4)])
+def test_nan_stays_in_its_packed_sequence(layout: LevelLayout) -> None:
+    case = Case(layout=layout, lengths=(45, 45), ends=(20, 45))
+    leaves = case.tensors()
+    for x in leaves:
+        x[:, :, 20:] = torch.nan
+    q, k, v = leaves
+    out, lse = triton_attention.forward(q, k, v, case.call)
+    grads = triton_attention.backward(torch.ones_like(out), None, q, k, v, out, lse, case.call)
+    for x in (out, lse, *grads):
+        assert not x[:, :, :20].isnan().any()
+        assert x[:, :, 20:].isnan().any()
+
+
+@runs
+def test_small_gradients_keep_the_digits_of_float16() -> None:
+    """Against the same gradient times 128, whose numbers are far above the least of float16."""
+    case = Case(layout=LevelLayout((64,), (2048,)), lengths=(16, 2048), dtype=torch.float16)
+    q, k, v = case.tensors()
+    out, lse = triton_attention.forward(q, k, v, case.call)
+    grad = torch.randn_like(out)
+    small, large = (
+        triton_attention.backward(x * grad, None, q, k, v, out, lse, case.call)[0].double() / x for x in (1 / 128, 1.0)
+    )
+    assert relative_error(small, large) <= 2e-3
+
+
+def test_no_tiles_without_rows() -> None:
+    """Blocks of 12,500 positions have 196 tiles of 64, of which 128 positions need two."""
+    plan = make_plan(LevelLayout.halving((4, 4, 4, 4), 100_000), None, 16, Tiles(own=64, walk=64))
+    assert (plan.anchor, plan.per_anchor) == (12_500, 196)
+    assert triton_attention._grid(plan, 0, 128, None)[0] == 2
+    assert triton_attention._grid(plan, 0, 12_501, None)[0] == 197
+    ends = torch.arange(0, 16 * 101, 16)
+    count, _, tile_map = triton_attention._grid(plan, 0, 1600, (ends, ends))
+    assert count <= 126
+    sequence, number = tile_map.view(2, -1)[:, :100]
+    assert sequence.tolist() == list(range(100))
+    assert not number.any()
+
+
+@runs
+def test_a_scale_too_small_for_float32_is_0() -> None:
+    plan = make_plan(HALVING, 1e-40, 24, Tiles(own=16, walk=16))
+    assert set(plan.constants[1]) == {0.0}
+    tiny, none = (Case(layout=HALVING, lengths=(20, 20), scale=scale) for scale in (1e-40, 0.0))
+    torch.testing.assert_close(*(triton_attention.forward(*tiny.tensors(), case.call) for case in (tiny, none)))
+
+
+@runs
 def test_large_negative_scores_do_not_overflow() -> None:
     """The weight of a key beyond the end of a range must not become inf * 0."""
     q, k, v = Case(layout=FREE, lengths=(23, 23)).tensors()

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from structattn.cache import LevelCache, contents
 from structattn.layout.levels import LevelLayout
 from structattn.ops import reference
 from structattn.ops.call import Call
@@ -326,6 +327,29 @@ def test_large_scores_do_not_overflow() -> None:
     assert bool(out.isfinite().all())
     assert bool(lse.isfinite().all())
     _check(case, 3)
+
+
+def test_slots_are_read_together_only_where_all_of_them_are_there() -> None:
+    stores = [torch.empty(1, 1, 8, slots) for slots in (96, 101, 96, 101)]
+    capacities = triton_cached._capacities(stores, [None, None, 256, 256])
+    assert triton_cached._aligns(stores, capacities) == (16, 1, 16, 1)
+
+
+def test_the_cache_gives_no_longer_runs_than_the_kernel_takes() -> None:
+    assert contents._LONGEST_RUN == triton_cached.MAX_QUERIES
+
+
+@runs
+@pytest.mark.parametrize("count", [9, 16])
+def test_more_tokens_than_the_kernel_takes_are_several_runs(count: int) -> None:
+    layout = LevelLayout.halving((16, 16), 256)
+    q, k, v = (torch.randn(1, 2, 30 + count, 32, device=DEVICE) for _ in range(3))
+    found = []
+    for backend in ("triton", "reference"):
+        cache = LevelCache(layout, max_length=256)
+        cache.append(k[:, :, :30], v[:, :, :30])
+        found.append(cache.attend(*(x[:, :, 30:] for x in (q, k, v)), backend=backend))
+    assert relative_error(*found) <= FORWARD[torch.float32]
 
 
 def test_says_what_it_lacks() -> None:

@@ -43,6 +43,7 @@ from structattn.ops.terms import DTYPES, ScoreTerms, needs_gradient
 
 # Up to this many new tokens are decoded from the pages, run by run; more are computed over dense keys.
 _FEW_TOKENS = 16
+_LONGEST_RUN = 8  # what the fused kernel takes at once
 
 
 class OtherLatentError(ConfigError):
@@ -1046,27 +1047,29 @@ class Contents:
                     yield quantized, needed, groups.first[number]
 
     def runs(self, count: int) -> list[tuple[int, int]]:
-        """New tokens in runs that lie in one block of every level; single ones with a window, whose rings
-        forget.
+        """New tokens in runs of a few that lie in one block of every level; single ones with a window, whose
+        rings forget.
         """
         if count == 1:
             return [(0, 1)]
         is_single = any(softmax.slides for softmax in self.softmaxes)
         pads = [(row, pad) for row, _, pad in self.rows]
         levels = [level for softmax in self.softmaxes for level in softmax.levels]
-        edges = [
-            step
-            for step in range(1, count)
-            if is_single
-            or any(self._reads_more(self.length + step - pad) for _, pad in pads)
-            or any(
-                level.start(at, row) == at
-                for row, pad in pads
-                for level in levels
-                if (at := self.length + step - pad) > 0
-            )
-        ]
-        return list(pairwise([0, *edges, count]))
+        edges = [0]
+        for step in range(1, count):
+            if (
+                is_single
+                or step - edges[-1] == _LONGEST_RUN
+                or any(self._reads_more(self.length + step - pad) for _, pad in pads)
+                or any(
+                    level.start(at, row) == at
+                    for row, pad in pads
+                    for level in levels
+                    if (at := self.length + step - pad) > 0
+                )
+            ):
+                edges.append(step)
+        return list(pairwise([*edges, count]))
 
     def _reads_more(self, position: int) -> bool:
         """Whether a query at a position reads more tokens as codes than the one before it."""

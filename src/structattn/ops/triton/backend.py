@@ -112,7 +112,8 @@ def _tile_map(plan: KernelPlan, num_tiles: int, first: Tensor, stop: Tensor) -> 
         first, stop: (N,) the positions of the rows of each sequence.
     """
     first_block, last_block = (torch.div(x, plan.anchor, rounding_mode="floor") for x in (first, stop - 1))
-    ends = ((last_block - first_block + 1) * plan.per_anchor).cumsum(0)
+    of_last = torch.div(stop - last_block * plan.anchor + plan.own - 1, plan.own, rounding_mode="floor")
+    ends = ((last_block - first_block) * plan.per_anchor + of_last).cumsum(0)
     tiles = torch.arange(num_tiles, device=first.device, dtype=ends.dtype)
     sequence = torch.searchsorted(ends, tiles, right=True)
     begins = torch.cat((ends.new_zeros(1), ends))
@@ -123,8 +124,8 @@ def _packed(q: Tensor, call: Call) -> tuple[Tensor, Tensor] | None:
     """The boundaries of packed queries and keys on the device."""
     if call.cu_seqlens is None:
         return None
-    of_queries = call.cu_seqlens.to(q.device)
-    return of_queries, of_queries if call.cu_seqlens_k is None else call.cu_seqlens_k.to(q.device)
+    of_queries = call.cu_seqlens.to(q.device).contiguous()  # kernels read them side by side
+    return of_queries, of_queries if call.cu_seqlens_k is None else call.cu_seqlens_k.to(q.device).contiguous()
 
 
 def _grid(
@@ -136,11 +137,16 @@ def _grid(
     if packed is not None:
         num_queries, num_keys = (x.diff() for x in packed)
         firsts = torch.zeros_like(num_keys) if own_is_key else num_keys - num_queries
-        # Rows that do not begin where a block does touch one more.
-        max_anchors = (stop - first) // plan.anchor + len(num_keys) * (1 if packed[0] is packed[1] or own_is_key else 2)
-        return max_anchors * plan.per_anchor, 0, _tile_map(plan, max_anchors * plan.per_anchor, firsts, num_keys)
-    first_block = first // plan.anchor
-    return ((stop - 1) // plan.anchor - first_block + 1) * plan.per_anchor, first_block, None
+        # As many blocks as rows may touch; they touch one more where they do not begin as a block does.
+        begins_inside = not (packed[0] is packed[1] or own_is_key)
+        most_blocks = (stop - first) // plan.anchor + len(num_keys) * (2 if begins_inside else 1)
+        num_tiles = most_blocks * plan.per_anchor
+        if not begins_inside:  # of a block that ends early, only the tiles that have rows
+            num_tiles = min(num_tiles, (stop - first) // plan.own + most_blocks)
+        return num_tiles, 0, _tile_map(plan, num_tiles, firsts, num_keys)
+    first_block, last_block = first // plan.anchor, (stop - 1) // plan.anchor
+    of_last = math.ceil((stop - last_block * plan.anchor) / plan.own)
+    return (last_block - first_block) * plan.per_anchor + of_last, first_block, None
 
 
 def _constants(plan: KernelPlan, call: Call) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from structattn.ops.triton.plan import (
     is_sliced,
     item,
     key_subtiles_of,
+    largest_factor,
     num_coarse_subtiles,
     num_groups_of,
     scales_of,
@@ -145,7 +146,8 @@ def accumulate(
             weight = tl.where(shown, weight, 0.0)
         if mask is not None:
             weight = tl.where(shown_pairs(mask, row * mask_stride, valid), weight, 0.0)
-        grad = (weight * grad * scale).to(keys[0].dtype)
+        # With factors of at most 1, so that small numbers keep their digits in float16: see `natural`.
+        grad = (weight * grad * (scale * (1 / largest_factor(PLAN)))).to(keys[0].dtype)
         grad_key = add_weighted(grad_key, grad, keys, position, place, KEY_SUBTILES, NUM_KEY, FINE, PLAN)
         if OWN_IS_KEY:
             grad_value = add_weighted(
@@ -155,11 +157,11 @@ def accumulate(
 
 
 @triton.jit
-def natural(subtiles, SUBTILES: tl.constexpr, SCALES: tl.constexpr):
-    """Gradients of scores of base e from those of base 2, times a_l."""
+def natural(subtiles, SUBTILES: tl.constexpr, SCALES: tl.constexpr, PLAN: tl.constexpr):
+    """Gradients of scores of base e from those of base 2, times a_l and the largest factor of a level."""
     scaled = ()
     for p in tl.static_range(count(SUBTILES)):
-        subtile = subtiles[p] * 0.6931471805599453
+        subtile = subtiles[p] * (0.6931471805599453 * largest_factor(PLAN))
         if count(SCALES) > 0:
             column = start_of(SUBTILES, p) + tl.arange(0, width_of(SUBTILES, p))
             subtile = subtile * column_scale(column, SCALES)[None, :]
@@ -366,7 +368,7 @@ def gradient_kernel(
             )  # fmt: skip
     store_subtiles(
         grad_key + batch * grad_key_batch + head * grad_key_head, row * grad_key_row, row_valid,
-        natural(sums, KEY_SUBTILES, SCALES), KEY_SUBTILES,
+        natural(sums, KEY_SUBTILES, SCALES, PLAN), KEY_SUBTILES,
     )  # fmt: skip
     if OWN_IS_KEY:
         store_subtiles(

@@ -228,8 +228,12 @@ def _capacities(stores: Sequence[Tensor], rings: Sequence[int | None]) -> tuple[
     return tuple(x.shape[3] if ring is None else ring for x, ring in zip(stores, rings, strict=True))
 
 
-def _aligns(capacities: Sequence[int]) -> tuple[int, ...]:
-    return tuple(_ALIGNMENT if slots % _ALIGNMENT == 0 else 1 for slots in capacities)
+def _aligns(stores: Sequence[Tensor], capacities: Sequence[int]) -> tuple[int, ...]:
+    """How many slots are read at once. A buffer may be shorter than its ring: both have to be multiples."""
+    return tuple(
+        _ALIGNMENT if slots % _ALIGNMENT == 0 and x.shape[3] % _ALIGNMENT == 0 else 1
+        for x, slots in zip(stores, capacities, strict=True)
+    )
 
 
 def _code_arguments(
@@ -372,8 +376,8 @@ def decode(
             value_dim,
             RANKS=ranks, VALUE_RANKS=value_ranks, SCALES=tuple(per_level),
             FACTORS=tuple(factor / math.log(2) for factor in per_count),
-            ALIGNS=_aligns(capacities), MULTIPLES=key_multiples, RINGS=tuple(ring is not None for ring in rings),
-            VALUE_ALIGNS=_aligns(value_capacities), VALUE_RINGS=tuple(ring is not None for ring in value_rings),
+            ALIGNS=_aligns(keys, capacities), MULTIPLES=key_multiples, RINGS=tuple(ring is not None for ring in rings),
+            VALUE_ALIGNS=_aligns(values, value_capacities), VALUE_RINGS=tuple(ring is not None for ring in value_rings),
             VALUE_OF=tuple(part.level for part in parts), CODES=of_codes[0][3], VALUE_CODES=of_codes[1][3],
             GROUP=0 if quantized is None else quantized.group_size,
             RUN=16 if quantized is None else run_of(tiles, quantized.group_size), OWN=tiles.own, WALK=tiles.walk,

@@ -79,6 +79,7 @@ class KernelPlan:
             last level, number of key subtiles, number of value subtiles); number of coarse levels; whether
             value slices exist; the soft cap times log2(e), 0 without; whether levels slide: their windows are
             in place of the block sizes.
+        own: rows of an own tile.
         anchor: own tiles start anew at multiples of this many positions.
         per_anchor: own tiles from one such position to the next.
         aligned: whether the coarse blocks are whole tiles of the walk.
@@ -87,6 +88,7 @@ class KernelPlan:
     """
 
     constants: Constants
+    own: int
     anchor: int
     per_anchor: int
     aligned: bool
@@ -121,6 +123,11 @@ def _subtiles(ends: tuple[int, ...], coarse: int) -> tuple[Subtile, ...]:
 
 def _count_used(subtiles: tuple[Subtile, ...], end: int) -> int:
     return sum(subtile[3] == 0 and subtile[0] < end for subtile in subtiles)
+
+
+def _normal(factor: float) -> float:
+    """0 in place of a number that float32 has not with all its digits: Triton would compute in float64."""
+    return factor if abs(factor) >= 2.0**-126 else 0.0
 
 
 @lru_cache(maxsize=1024)
@@ -181,7 +188,7 @@ def make_plan(
     return KernelPlan(
         constants=(
             sizes,
-            tuple(per_count[n] * largest / math.log(2) for n in levels),
+            tuple(_normal(per_count[n] * largest / math.log(2)) for n in levels),
             rank_ends,
             value_ends,
             () if min(per_level) == largest else tuple(zip(ends, (a / largest for a in per_level), strict=True))[::-1],
@@ -193,6 +200,7 @@ def make_plan(
             0.0 if softcap is None else softcap / math.log(2),
             slides,
         ),
+        own=tiles.own,
         anchor=anchor,
         per_anchor=math.ceil(anchor / tiles.own),
         aligned=not slides and all(size % tiles.walk == 0 for size in sizes[1:num_coarse]),
@@ -214,6 +222,12 @@ def sizes_of(plan):
 @triton.constexpr_function
 def factors_of(plan):
     return plan[1]
+
+
+@triton.constexpr_function
+def largest_factor(plan):
+    """Of the levels, without its sign; 1 where all are 0."""
+    return max(abs(factor) for factor in plan[1]) or 1.0
 
 
 @triton.constexpr_function

@@ -219,6 +219,53 @@ def test_regular_times(write, times, step):
     assert not series.is_ett
 
 
+@pytest.mark.parametrize(
+    "form", ["%m/%d/%Y %I:%M %p", "%Y-%m-%d %I:%M:%S %p", "%m/%d/%y %H:%M", "%d.%m.%Y %H:%M", "%d-%m-%y %I:%M %p"]
+)
+def test_forms_of_spreadsheets(write, form):
+    times = pd.date_range("2025-01-01", periods=24 * 14, freq="h")  # the 13th shows what is a day
+    series = read_series(write(times.strftime(form)), "t", "y")
+    assert (series.times == times.to_numpy()).all()
+
+
+def test_a_year_has_four_digits(write):
+    days = pd.date_range("2025-01-01", periods=40)
+    for form, cell in (("%d-%b", "01-Jan"), ("%b-%d", "Jan-01")):
+        with pytest.raises(DataError, match=f"a year of four digits in every row of column 't', got '{cell}' in row 2"):
+            read_series(write(days.strftime(form)), "t", "y")
+
+
+def test_missing_business_days_are_counted(write):
+    days = pd.bdate_range("2020-01-01", periods=60)
+    assert read_series(write(days), "t", "y").step == "1 business day"
+    message = "every day from Monday to Friday, got 2 of these days missing, the first one 2020-01-08. Fill them in"
+    with pytest.raises(DataError, match=message):
+        read_series(write(days.delete([5, 20])), "t", "y")
+
+
+def test_dates_and_times_in_two_columns_are_to_be_joined(tmp_path):
+    path = tmp_path / "data.csv"
+    path.write_text("date,time,y\n" + "".join(f"2025-01-01,{hour:02d}:00,{hour}\n" for hour in range(9)))
+    with pytest.raises(DataError, match="Join the date and the time of column 'time' in one column"):
+        read_series(path, "date", "y")
+
+
+def test_one_column_needs_another(tmp_path):
+    path = tmp_path / "data.csv"
+    path.write_text("load\n1\n2\n3\n")
+    with pytest.raises(DataError, match="expected a column of times and one of values, got one column, 'load'"):
+        read_series(path, "date", "load")
+
+
+def test_the_separator_that_spreadsheets_write_above_the_names(tmp_path):
+    path = tmp_path / "data.csv"
+    path.write_text("sep=;\n" + "t;y\n" + "".join(f"{time};1,5\n" for time in HOURS[:-1]) + "x;1,5\n")
+    with pytest.raises(DataError, match="got 'x' in row 8 of the file"):
+        read_series(path, "t", "y")
+    path.write_text(path.read_text().replace("x;1,5\n", ""))
+    assert read_series(path, "t", "y").values.tolist() == [1.5] * 5
+
+
 def test_offsets_become_utc(write):
     times = ["2020-03-29T00:00:00+01:00", "2020-03-29T01:00:00+01:00", "2020-03-29T03:00:00+02:00"]
     series = read_series(write(times), "t", "y")

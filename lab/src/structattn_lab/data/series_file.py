@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,10 @@ ALL_COLUMNS = "*"
 _NUMBER = re.compile(r"[+-]?\d+(\.\d*)?")
 _CLOCK = re.compile(r"^\d{1,2}:\d\d")  # pandas would take the date of today
 _ZONE = re.compile(r":\d\d(\.\d+)? ?([+-]\d\d:?(\d\d)?|Z|UTC|GMT)$", re.IGNORECASE)
+# How dates are written that are not ISO 8601, with any of three separators, and the time behind them.
+_DATE_FORMATS = ("%Y-%m-%d", "%m-%d-%Y", "%d-%m-%Y", "%m-%d-%y", "%d-%m-%y")
+_CLOCK_FORMATS = ("", " %H:%M", " %H:%M:%S", " %I:%M %p", " %I:%M:%S %p")
+_FIRST_YEAR = 1000  # four digits; what has none is read as one of the first years
 _HOUR = 3_600_000_000  # microseconds
 _DATES = (
     "Local days do that where clocks are set back or forward: write days and months as dates, without a time and an "
@@ -186,8 +191,11 @@ def _parse_times(table: CellTable, column: str) -> Times:
     if parsed.isna().any():
         # Other formats are only tried when the column does not begin as ISO 8601.
         iso = not parsed.isna()[0]
-        readings = [parsed] if iso else [parse(dayfirst=False), parse(dayfirst=True)]
+        readings = [parsed] if iso else [parse(format=one) for one in _formats_of(cells[0])]
         complete = [r for r in readings if not r.isna().any()]
+        if not iso and not complete:  # pandas guesses for each cell
+            readings = [parse(dayfirst=False), parse(dayfirst=True)]
+            complete = [r for r in readings if not r.isna().any()]
         if len(complete) == 2 and not complete[0].equals(complete[1]):
             raise DataError(
                 f"{source}: expected unambiguous times in column {column!r}, got {cells[0]!r}, which "
@@ -204,6 +212,12 @@ def _parse_times(table: CellTable, column: str) -> Times:
                 "the offset of the time zone at the end, such as +01:00."
             )
         parsed = complete[0]
+    if (early := (parsed.dt.year < _FIRST_YEAR).to_numpy()).any():
+        i = int(np.argmax(early))
+        raise DataError(
+            f"{source}: expected a year of four digits in every row of column {column!r}, got {cells[i]!r} in "
+            f"{table.row(i)}. Write the times as YYYY-MM-DD HH:MM:SS."
+        )
     for problem, cell in (("a time without a date", _CLOCK), ("a time zone in some rows and none in others", _ZONE)):
         has = [match is not None for match in map(cell.search, cells)]
         if (any(has) and not all(has)) or (has[0] and cell is _CLOCK):
@@ -216,6 +230,18 @@ def _parse_times(table: CellTable, column: str) -> Times:
     return times
 
 
+def _formats_of(cell: str) -> list[str]:
+    """The formats by which a time can be read, with the day or the month first, or with AM and PM."""
+    found = []
+    for date in _DATE_FORMATS:
+        for clock in _CLOCK_FORMATS:
+            for separator in "-/.":
+                with contextlib.suppress(ValueError):
+                    datetime.strptime(cell, one := date.replace("-", separator) + clock)
+                    found.append(one)
+    return found
+
+
 def _check_regular(times: Times, table: CellTable) -> str:
     """The step of regular times in words; DataError for other times."""
     source = table.source
@@ -226,6 +252,11 @@ def _check_regular(times: Times, table: CellTable) -> str:
         i = int(np.argmax(steps <= 0))
         problem = "the same time twice" if steps[i] == 0 else "a time before the one above it"
         remedy = "Remove the duplicate row" if steps[i] == 0 else f"Sort the {table.noun} by time"
+        clocks = [
+            name for name in table.columns if table.columns.count(name) == 1 and _CLOCK.search(table.cells(name)[i])
+        ]
+        if steps[i] == 0 and clocks:
+            remedy = f"Join the date and the time of column {clocks[0]!r} in one column"
         if _are_clock_changes(times, steps, steps <= 0):
             remedy = _UTC
         raise DataError(
@@ -242,6 +273,12 @@ def _check_regular(times: Times, table: CellTable) -> str:
         remedy = _UTC
     elif _are_local_days(steps):
         remedy = _DATES
+    elif (missing := _missing_business_days(times)) is not None:
+        raise DataError(
+            f"{source}: expected the same step between all rows, or every day from Monday to Friday, got "
+            f"{len(missing)} of these days missing, the first one {missing[0]}. Fill them in (for example with the "
+            "value of the day before: pandas' asfreq('B') and ffill), or keep only rows without gaps."
+        )
     raise DataError(
         f"{source}: expected the same step between all rows, got {int(off.sum())} irregular steps; the usual "
         f"step is {usual}, and the first gap is from {_when(times[i])} to {_when(times[i + 1])} ({table.row(i + 1)}). "
@@ -261,6 +298,16 @@ def _are_clock_changes(times: Times, steps: npt.NDArray[np.int64], off: npt.NDAr
     is_hour = np.abs(steps[off] - usual) == _HOUR
     in_season = np.isin(months, (3, 4, 8, 9, 10, 11))
     return bool(usual <= 6 * _HOUR and (is_hour & (weekdays == 6) & (hours <= 4) & in_season).all())
+
+
+def _missing_business_days(times: Times) -> npt.NDArray[np.datetime64] | None:
+    """The days from Monday to Friday that are not there; ``None`` for times that are not of such days."""
+    days = times.astype("datetime64[D]")
+    is_daily = most_frequent(microseconds(days)) == 24 * _HOUR and len(np.unique(times - days)) == 1
+    if not is_daily or not np.is_busday(days).all():
+        return None
+    missing: npt.NDArray[np.datetime64] = np.setdiff1d(np.arange(days[0], days[-1]), days)
+    return missing[np.is_busday(missing)]
 
 
 def _are_local_days(steps: npt.NDArray[np.int64]) -> bool:

@@ -78,9 +78,18 @@ class CsvTable:
         if begin[0] in "{[<":
             kind = "HTML or XML" if begin[0] == "<" else "JSON"
             raise self._error("a CSV file", f"{kind}. Save its table as CSV")
+        if separator := re.match(r"sep=.\r?\n", begin, re.IGNORECASE):  # which Excel reads, and writes
+            text = begin[separator.end() :]
+        self._rows_above = 1 if separator else 0
         self._separator, self.columns = _header(text, time)
         if not any(self.columns):
             raise self._error("names of columns in the first row", "an empty one. Remove the lines above the names")
+        if needs_time and len(self.columns) == 1 and time.strip() not in self.columns:
+            raise self._error(
+                "a column of times and one of values",
+                f"one column, {self.columns[0]!r}. Add a column with the time of each row, written as YYYY-MM-DD "
+                "HH:MM:SS, and name it with --time",
+            )
         if needs_time and time.strip() not in self.columns:
             raise self._error(
                 f"a time column {time!r}",
@@ -104,9 +113,10 @@ class CsvTable:
             counts = re.search(r"Expected (\d+) fields in line (\d+), saw (\d+)", str(error))
             if counts is None:
                 raise self._error("a table with one separator", f"{error}. Save it as a plain CSV file") from error
+            row = int(counts[2]) + self._rows_above
             raise self._error(
                 f"{counts[1]} cells in every row, separated by {self._separator!r}",
-                f"{counts[3]} in row {counts[2]} of the file. Put cells that hold a {self._separator!r} in quotes",
+                f"{counts[3]} in row {row} of the file. Put cells that hold a {self._separator!r} in quotes",
             ) from error
         if not isinstance(frame.index, pd.RangeIndex):
             raise self._error(
@@ -155,7 +165,7 @@ class CsvTable:
 
     def row(self, index: int) -> str:
         """The line in the file of a data row; the header is line 1."""
-        return f"row {index + 2} of the file"
+        return f"row {index + 2 + self._rows_above} of the file"
 
     def zone(self, name: str) -> Any:
         """``None``: each cell has its own offset, or none."""

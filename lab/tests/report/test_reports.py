@@ -157,7 +157,7 @@ def test_verdict_says_what_the_numbers_allow() -> None:
     assert "not statistically distinguishable" in verdict(close)
     learned_nothing = {row.spec.replace("-", "_"): (0.99, 0.99 + i / 100) for i, row in enumerate(record.rows)}
     assert "none learned the task" in verdict(with_scores(record, **learned_nothing))
-    words = 'The baseline "ridge regression" is better than every attention here: 0.0188'
+    words = 'The baseline "ridge regression" is better than every model trained here: 0.0188'
     assert words in verdict(recorded("forecast"))
 
 

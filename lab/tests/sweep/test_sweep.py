@@ -3,6 +3,7 @@ kill.
 """
 
 import dataclasses
+import importlib
 import json
 import shlex
 import shutil
@@ -331,6 +332,42 @@ def test_a_finished_sweep_or_run_is_only_read(tmp_path: Path, capsys, monkeypatc
     other = next(Path("runs").glob("sweep-*"))
     assert main([*sweep, "--resume", "--out", str(other), "--seed", "1"]) == 2
     assert "seed = 0, now 1" in capsys.readouterr().err
+
+
+def test_combinations_of_choices_are_run_once(tmp_path: Path) -> None:
+    params = ("training.lr=choice:0.01,0.03", "attention=choice:standard,bilinear-mlr:2|1|1")
+    out = tmp_path / "sweep"
+    assert plan(*params, trials=3).num_trials == 3
+    assert plan(params[0], "training.weight_decay=uniform:0:1", trials=9).combinations == []
+    assert main(sweep_command(out, "--scheduler", "none", params=params, trials=20)) == 0
+    found = [tuple(trial["params"].values()) for trial in read(out)["trials"]]
+    assert found == [(rate, spec) for rate in ("0.01", "0.03") for spec in ("standard", "bilinear-mlr:2|1|1")]
+    # As after a kill before the third one.
+    for number in (3, 4):
+        shutil.rmtree(out / "runs" / f"trial-000{number}")
+    (out / "results.json").unlink()
+    assert main(sweep_command(out, "--scheduler", "none", "--resume", params=params, trials=20)) == 0
+    assert [tuple(trial["params"].values()) for trial in read(out)["trials"]] == found
+
+
+def test_a_trial_that_asha_stops_is_recorded_as_such_at_once(tmp_path: Path, monkeypatch) -> None:
+    """It may be interrupted before its process has ended."""
+
+    def kill(self, trial, status, *rest, **more):
+        if status == "stopped":
+            raise KeyboardInterrupt
+        return end(self, trial, status, *rest, **more)
+
+    trials = importlib.import_module("structattn_lab.sweep.trials")
+    end = trials._Trials._end
+    wanted = main(sweep_command(tmp_path / "whole", trials=8)), read(tmp_path / "whole")["trials"]
+    assert "stopped" in {trial["status"] for trial in wanted[1]}
+    out = tmp_path / "broken"
+    with monkeypatch.context() as patch:
+        patch.setattr(trials._Trials, "_end", kill)
+        assert main(sweep_command(out, trials=8)) == 130
+    assert main(sweep_command(out, "--resume", trials=8)) == wanted[0] == 0
+    assert [facts(trial) for trial in read(out)["trials"]] == [facts(trial) for trial in wanted[1]]
 
 
 def test_what_goes_wrong_is_recorded(tmp_path: Path, capsys) -> None:

@@ -10,7 +10,7 @@ import io
 import operator
 from collections.abc import Sequence
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -40,11 +40,9 @@ def _values(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.Prim
     if info._primitive_spec is not None:
         return None
     kind: Any = info.type
-    if (
-        isinstance(kind, UnionType)
-        and len(kinds := [member for member in get_args(kind) if member is not NoneType]) == 1
-    ):
-        kind = kinds[0]
+    members = [member for member in get_args(kind) if member is not NoneType]
+    if get_origin(kind) in (Union, UnionType) and len(members) == 1:  # the first one where a member is a Literal
+        kind = members[0]
     several = get_args(kind)[1:] == (...,)
     markers: set[Any] = set(info.markers)
     if several and tyro.conf.UseAppendAction not in markers:
@@ -112,6 +110,8 @@ def _print_help(commands: dict[str, type[ParsedCommand]]) -> None:
 def _read(kind: type[Any], arguments: Sequence[str], program: str) -> object:
     """The command of one class; tyro's own report of a mistake becomes one line."""
     report = io.StringIO()
+    if {"-h", "--help"} & set(arguments):
+        _hide_unset_defaults(kind)
     for option in _given_once(kind):
         if sum(word.partition("=")[0].replace("_", "-") == option for word in arguments) > 1:
             raise ConfigError(f"{option} is given twice, and the first would be lost: give all values after one")
@@ -134,6 +134,14 @@ def _read(kind: type[Any], arguments: Sequence[str], program: str) -> object:
             hint = nearest_name(option, positive) if positive else "it has none"
             raise ConfigError(f"unknown option {option!r} of {program}: {hint}")
     raise ConfigError(f"{_first_part(report.getvalue())}; {program} --help shows what it takes")
+
+
+def _hide_unset_defaults(kind: type[Any]) -> None:
+    """Help shows no default that stands for what its text says."""
+    hints = get_type_hints(kind, include_extras=True)
+    for field in dataclasses.fields(kind):
+        if field.default in (None, ""):
+            kind.__annotations__[field.name] = Annotated[hints[field.name], tyro.conf.arg(help_behavior_hint="")]
 
 
 def _given_once(kind: type[Any]) -> list[str]:

@@ -37,13 +37,13 @@ class TaskCommand:
     preset: str | None = None
     """Named settings of the task (see `structattn presets`). Default: default."""
     config: Path | None = None
-    """A file of settings, YAML or TOML, with the names of --set, such as the config.yaml of a run; the
-    command line goes before it.
+    """A file of settings, YAML or TOML, with the names of --set, such as the config.yaml of a run.
+    Options of the command line override it.
     """
     set: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """A setting, as section.field=value, such as training.steps=500; may be repeated."""
     out: Path | None = None
-    """Output folder. Default: runs/TASK-DATE-TIME."""
+    """Output folder. Default: a new one in runs/, with the date in its name."""
     resume: bool = False
     """Continue what --out already holds."""
     data: Path | None = None
@@ -51,7 +51,7 @@ class TaskCommand:
     time: str | None = None
     """The time column, for a task that reads a table."""
     target: str | None = None
-    """The column to predict, for a task that reads a table."""
+    """The column to predict, for a task that reads a table: several with commas, all with '*'."""
 
     def execute(self, session: Session) -> None:
         """Runs the command, with what --config says and the command line does not."""
@@ -376,7 +376,7 @@ class SweepCommand(TaskCommand):
             runner=_runner(self.ray_address, self.jobs),
             command=session.line,
             resume=self.resume,
-            on_open=partial(session.began, takes=f"{plan.trials:,} trials of at most {plan.longest:,} steps"),
+            on_open=partial(session.began, takes=f"{plan.num_trials:,} trials of at most {plan.longest:,} steps"),
         )
         best = done.record.best
         assert best is not None  # else the sweep raised an error

@@ -60,7 +60,7 @@ def _table(record: ComparisonRecord, task: TaskReport) -> Table:
         Column("seconds", lambda row: fmt_seconds(row.seconds)),
         Column("peak MiB", lambda row: fmt_mib(row.peak_memory_bytes)),
     ]
-    marks = ["best attention variant marked"] if best else []
+    marks = ["best variant marked"] if best else []
     if any(finite(row.score_std) is not None for row in record.rows):
         marks.append("± standard deviation over seeds")
     return Table(
@@ -239,7 +239,7 @@ def _baseline_sentence(record: ComparisonRecord, best_score: float) -> list[str]
     if low < best_score:
         more = sum(1 for s, _ in scored if s < best_score) - 1
         also = f" ({more} more baseline{'s' if more > 1 else ''} too)" if more else ""
-        return [f'The baseline "{name}" is better than every attention here: {fmt_score(low)}{also}.']
+        return [f'The baseline "{name}" is better than every model trained here: {fmt_score(low)}{also}.']
     if low == best_score:
-        return [f'The baseline "{name}" ties with the best attention.']
+        return [f'The baseline "{name}" ties with the best model trained here.']
     return [f'The best baseline, "{name}", reaches {fmt_score(low)}.']

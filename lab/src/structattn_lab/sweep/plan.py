@@ -4,7 +4,9 @@ interruption.
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import shlex
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -37,7 +39,8 @@ class SweepPlan:
         task_name: see ``tasks.registry.TASKS``.
         settings: of every run, but for the parameters.
         params: what is varied, as texts (see ``sweep_space``).
-        trials: the number of runs, over all sessions.
+        trials: the number of runs, over all sessions. Where all parameters are choices that have no more
+            combinations, each of these is run once.
         attention: of every run, unless it is a parameter.
         seed: of every run and of the search.
         scheduler: ``"asha"``: a trial whose validation score is not among the best quarter at its step stops
@@ -104,6 +107,19 @@ class SweepPlan:
         """Steps that every trial gets."""
         every = self.settings.training.eval_every
         return self.grace_period or min(self.longest, max(every, self.longest // REDUCTION**2))
+
+    @property
+    def combinations(self) -> list[Values]:
+        """All of them, where there are no more than trials; else none."""
+        if math.prod(len(parameter.choices) or math.inf for parameter in self.parameters) > self.trials:
+            return []
+        choices = itertools.product(*(parameter.choices for parameter in self.parameters))
+        return [{p.name: value for p, value in zip(self.parameters, values, strict=True)} for values in choices]
+
+    @property
+    def num_trials(self) -> int:
+        """How many there are at the end."""
+        return len(self.combinations) or self.trials
 
     def job(self, folder: Path, values: Values) -> Job:
         """The run of a trial in a folder; raises ``ConfigError`` if its values do not fit together."""

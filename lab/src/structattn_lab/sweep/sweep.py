@@ -59,7 +59,7 @@ def sweep(
         CheckpointError: the record of an interrupted sweep cannot be read, or the results cannot be written.
         TrainingFailedError: no trial finished; the report gives the status of each.
 
-    Cost: training at most ``plan.trials`` models, and one or two seconds for each to start.
+    Cost: training at most ``plan.num_trials`` models, and one or two seconds for each to start.
     """
     # Optuna is optional, and so is matplotlib: only sweeps need both.
     from structattn_lab.report.sweep import report
@@ -95,7 +95,7 @@ def _finished(folder: Path, plan: SweepPlan) -> Results[SweepRecord] | None:
         trials = Journal(folder).trials()
     except CheckpointError:
         return None
-    is_done = len(trials) >= plan.trials and all(trial.status in OVER for trial in trials)
+    is_done = len(trials) >= plan.num_trials and all(trial.status in OVER for trial in trials)
     is_written = results.record.trials == trials and results.report.is_file()
     return results if is_done and is_written else None
 

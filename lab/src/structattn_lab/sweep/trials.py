@@ -90,10 +90,12 @@ class _Trials(Listener):
         self._begun = list(self._replay(records))
         self._next = 1 + max((record.number for record in records), default=0)
         over = len(records) - len(self._begun)
-        self._new = plan.trials - len(records)
+        tried = [record.params for record in records]
+        self._left = [values for values in plan.combinations if values not in tried]
+        self._new = len(self._left) if plan.combinations else plan.trials - len(records)
         self._best = math.inf
         self._bar = progress_bar(
-            total=max(plan.trials, over), initial=over, unit="trial", desc="trials", show=show_progress
+            total=max(plan.num_trials, over), initial=over, unit="trial", desc="trials", show=show_progress
         )
 
     def close(self) -> None:
@@ -117,12 +119,14 @@ class _Trials(Listener):
                 yield record, proposal
 
     def jobs(self) -> Iterator[Job]:
-        """Interrupted and crashed trials, then new ones; their values are proposed when there is room for
-        them.
+        """Interrupted and crashed trials, then new ones: the combinations that are left, or values that are
+        proposed when there is room for them.
         """
         for record, proposal in self._begun:
             yield from self._begin(record.number, proposal)
         for number in range(self._next, self._next + self._new):
+            if self._left:
+                self._study.enqueue_trial(self._left[number - self._next])
             yield from self._begin(number, self._study.ask(self._space))
 
     def _begin(self, number: int, proposal: Any) -> Iterator[Job]:
@@ -151,10 +155,17 @@ class _Trials(Listener):
             return True
         trial.score = entry[f"validation_{job.made_task.metric}"]
         finite_score = trial.score if math.isfinite(trial.score) else None
-        self._journal.update(
-            trial.number, score=finite_score, step=step, seconds=self._seconds(trial), entry=(step, finite_score)
-        )
         trial.stopped = self._halving is not None and self._halving.stops(trial.number, step, _or_worst(finite_score))
+        # With the score, the decision: after an interruption the trial does not go on.
+        decision = {"status": "stopped"} if trial.stopped and finite_score is not None else {}
+        self._journal.update(
+            trial.number,
+            score=finite_score,
+            step=step,
+            seconds=self._seconds(trial),
+            entry=(step, finite_score),
+            **decision,
+        )
         return not trial.stopped
 
     def ended(self, job: Job, error: Exception | None) -> None:

@@ -548,6 +548,16 @@ def test_unknown_characters(tmp_path) -> None:
     assert "a cafin Paris" in found
 
 
+def test_copies_that_differ_in_dropped_characters_are_in_one_split(tmp_path) -> None:
+    lines = [json.dumps({"text": f"text {n // 2} of many" + "\u2026" * (n % 2)}) for n in range(400)]
+    (tmp_path / "texts.jsonl").write_text("\n".join(lines))
+    config = PrepareConfig(source=Source(path=str(tmp_path / "texts.jsonl")), tokens="chars", unknown="drop", test=0.2)
+    prepare(config, tmp_path / "corpus", show_progress=False)
+    corpus = Corpus(tmp_path / "corpus")
+    splits = [set(documents_of(corpus, split)) for split in ("train", "validation", "test")]
+    assert sum(map(len, splits)) == len(set.union(*splits)) == 200
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -163,8 +163,10 @@ def _prepared(
             writer = ShardWriter(out, tokenizer, settings, fingerprint, progress)
             bar.update(writer.num_characters)
             for document in documents:
-                split = split_of(document.text, config.validation, config.test)
-                waiting = writer.add(split, tokenizer.encode(document.text, document.name), document.text)
+                tokens = tokenizer.encode(document.text, document.name)
+                # By what is left of it: copies may differ in characters that are left out.
+                text = tokenizer.decode(tokens) if config.unknown == "drop" else document.text
+                waiting = writer.add(split_of(text, config.validation, config.test), tokens, document.text)
                 bar.update(len(document.text))
                 if waiting >= config.shard_tokens:
                     writer.flush()

@@ -17,6 +17,7 @@ from structattn.errors import BackendUnavailableError
 from structattn.layout.heads import AnyLayout
 from structattn.ops import Backend, structured_attention
 from structattn.ops.backends import why_not as why_not_backend
+from structattn.ops.call import whole_factors
 from structattn.ops.checks import check_tensors, without_autocast
 from structattn.ops.chunks import chunked_attention
 from structattn.ops.joined_softmax import joined_softmax
@@ -196,7 +197,7 @@ def _with_sink_tokens(
     count, back = columns.num_sinks, columns.back
     assert back is not None
     keys, values = (decode.sink_tokens(store, count).to(lse.dtype) for store in (*view.sink_keys, *view.sink_values))
-    factors = torch.tensor(softmax.layout.whole_factors(options.scale), dtype=lse.dtype, device=q.device)
+    factors = whole_factors(softmax.layout, options.scale, lse.dtype, q.device)
     query = decode.grouped(q.to(lse.dtype) * factors, keys.shape[1])
     score = (query @ keys).view(*q.shape[:3], count)
     options.finish(score, back[:, :count])

@@ -6,14 +6,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, TypedDict
 
+import torch
 from torch import Tensor
 
 from structattn.layout.levels import LevelLayout
 from structattn.ops.terms import ScoreTerms
 
 _NO_TERMS = ScoreTerms()
+
+
+@lru_cache(maxsize=256)  # copied to a GPU once: that waits for the GPU, and no CUDA graph can hold it
+def whole_factors(layout: LevelLayout, scale: float | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """``LevelLayout.whole_factors`` as a tensor (D,), to be read only."""
+    with torch.inference_mode(False):
+        return torch.tensor(layout.whole_factors(scale), dtype=dtype, device=device)
 
 
 class Pairs(TypedDict):

@@ -198,8 +198,9 @@ class LevelStore:
             high = low + page.shape[3]
             rows = [row for row, slot in enumerate(slots) if slot is not None and low <= slot < high]
             if rows:
-                places = torch.tensor([slot - low for slot in slots if slot is not None and low <= slot < high])
-                yield page, torch.tensor(rows, device=page.device), places.to(page.device)
+                places = [slot - low for slot in slots if slot is not None and low <= slot < high]
+                both = torch.tensor([rows, places]).to(page.device, non_blocking=True)  # one copy, without a wait
+                yield page, both[0], both[1]
             low = high
 
     def read(self, rows: slice, first: int, end: int, start: int) -> Tensor:

@@ -5,20 +5,12 @@ PyTorch, joined by the log-sum-exp. Each row of queries reads the sink tokens of
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from structattn.layout.levels import LevelLayout
-from structattn.ops.call import Call
+from structattn.ops.call import Call, whole_factors
 from structattn.ops.joined_softmax import joined_softmax
-
-
-@lru_cache(maxsize=256)  # copied to a GPU once: it waits for the copy, which no CUDA graph can hold
-def _factors(layout: LevelLayout, scale: float | None, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.tensor(layout.whole_factors(scale), device=device)
 
 
 class SinkTokens:
@@ -64,7 +56,7 @@ class SinkTokens:
             attn_mask=~hidden if mask is None else mask & ~hidden
         )
         self._call, self._index, self._shown, self._distance = call, index, shown, distance
-        self._factors = _factors(call.layout, call.terms.scale, device)
+        self._factors = whole_factors(call.layout, call.terms.scale, torch.float32, device)
         self._q, self._k, self._v = q, k, v
         self._repeats = q.shape[1] // k.shape[1]
 

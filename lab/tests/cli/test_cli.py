@@ -243,6 +243,7 @@ def test_a_csv_of_ones_own(tmp_path: Path, capsys) -> None:
         (["compare", "forecast", "--seeds", "0"], "--seeds: expected a whole number of at least 1, got '0'"),
         (["mup"], "one of mup check, mup roles"),
         (["--jobs"], "expected a command before its options, got '--jobs'"),
+        (["data"], "structattn data needs one of data prepare, data info"),
         (["--version", "x"], "unknown command 'x'"),
         (["compare", "forecast", "--seeds", "two"], "--seeds: expected a whole number of at least 1, got 'two'"),
         (["compare", "forecast", "--seeds", "1_0"], "--seeds: expected a whole number of at least 1, got '1_0'"),

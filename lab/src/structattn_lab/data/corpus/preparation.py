@@ -165,7 +165,7 @@ def _prepared(
             for document in documents:
                 tokens = tokenizer.encode(document.text, document.name)
                 # By what is left of it: copies may differ in characters that are left out.
-                text = tokenizer.decode(tokens) if config.unknown == "drop" else document.text
+                text = tokenizer.decode(tokens.tolist()) if config.unknown == "drop" else document.text
                 waiting = writer.add(split_of(text, config.validation, config.test), tokens, document.text)
                 bar.update(len(document.text))
                 if waiting >= config.shard_tokens:

@@ -26,8 +26,8 @@ def test_a_folder_appears_when_it_is_complete(tmp_path) -> None:
     ],
 )
 def test_a_full_disk_leaves_nothing_and_is_named(error, tmp_path) -> None:
-    message = "cannot write the model to .*: No space left"
-    with pytest.raises(CheckpointError, match=message) as raised, model_folder(tmp_path / "model") as folder:  # noqa: PT012
+    message, target = "cannot write the model to .*: No space left", tmp_path / "model"
+    with pytest.raises(CheckpointError, match=message) as raised, model_folder(target) as folder:  # noqa: PT012
         folder.mkdir()
         raise error
     assert is_full_disk(raised.value)

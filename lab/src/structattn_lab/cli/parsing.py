@@ -74,12 +74,11 @@ def parse(arguments: Sequence[str]) -> ParsedCommand:
     if not arguments or {"-h", "--help"} & set(arguments):
         _print_help(group or COMMANDS)
         raise SystemExit(0)
-    got = f", got {arguments[0]!r}"
     if group:
         raise ConfigError(f"structattn {words[0]} needs one of {', '.join(group)}; structattn --help says what they do")
     raise ConfigError(
-        f"expected a command before its options{got}: one of {', '.join(group or COMMANDS)}; structattn --help says "
-        "what they do"
+        f"expected a command before its options, got {arguments[0]!r}: one of {', '.join(COMMANDS)}; structattn --help "
+        "says what they do"
     )
 
 

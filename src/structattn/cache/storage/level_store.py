@@ -199,7 +199,7 @@ class LevelStore:
             rows = [row for row, slot in enumerate(slots) if slot is not None and low <= slot < high]
             if rows:
                 places = [slot - low for slot in slots if slot is not None and low <= slot < high]
-                both = torch.tensor([rows, places]).to(page.device, non_blocking=True)  # one copy, without a wait
+                both = torch.tensor([rows, places]).to(page.device, non_blocking=True)
                 yield page, both[0], both[1]
             low = high
 

@@ -72,7 +72,10 @@ class SinkTokens:
         """(B, H, T, D), the sum of the sink tokens' rows of x (B, Hk, S, D), weighed. What a query does not
         see is left out: it may be no number.
         """
-        return sum(self._visible(weights[..., n, None] * self._rows(x, n), n) for n in range(self._index.shape[1]))  # type: ignore[return-value]
+        out = torch.zeros(self._q.shape[:3] + x.shape[3:], device=x.device)
+        for n in range(self._index.shape[1]):
+            out += self._visible(weights[..., n, None] * self._rows(x, n), n)
+        return out
 
     def _visible(self, x: Tensor, number: int) -> Tensor:
         return x.masked_fill(~self._shown[..., number, None], 0.0)

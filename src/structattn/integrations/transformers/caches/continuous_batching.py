@@ -361,8 +361,9 @@ class LevelBatchingManager(ContinuousBatchingManager):  # type: ignore[misc]
 
     def _is_live(self, request_id: str) -> bool:
         """Whether a request with this id waits or is computed."""
-        if any(state.request_id == request_id for state in tuple(self.input_queue.queue)):
-            return True
+        with self.input_queue.mutex:  # the thread of the scheduler empties it
+            if any(state.request_id == request_id for state in self.input_queue.queue):
+                return True
         if self.batch_processor is None:
             return False
         scheduler = self.batch_processor.scheduler

@@ -6,6 +6,7 @@ import benchmarks.context_parallel
 import benchmarks.decode
 import benchmarks.linear
 import benchmarks.llama
+import benchmarks.masks
 import benchmarks.model
 import benchmarks.serve
 import benchmarks.step  # noqa: F401

@@ -257,6 +257,20 @@ class TestBuilt:
         finally:
             torch.set_num_threads(before)
 
+    @pytest.mark.parametrize("heads", [1, 4])
+    @pytest.mark.parametrize("T", [1, 3, 200])
+    def test_masks_that_hide_whole_tiles(self, T: int, heads: int) -> None:
+        """Of 64 queries and 64 keys each; in tiles beside them one pair alone may be seen."""
+        queries, keys = torch.arange(300 - T, 300)[:, None], torch.arange(300)
+        near = (queries - keys).abs() < 30
+        few = torch.zeros(2, heads, T, 300, dtype=torch.bool)
+        few[0, 0, T - 1, 130] = few[1, -1, T // 2, 299] = few[0, -1, 0, 63] = True  # other rows see nothing
+        for mask in (near, ~near, near | (keys == 64), few, few[:1, :1], keys < 100, keys >= 200):
+            for is_causal in (True, False):
+                options = {"attn_mask": mask, "is_causal": is_causal}
+                assert_same("native", tensors(2, 4, 2, T, 300, 6, 5), LAYOUTS[1], **options)
+                assert_same("native", tensors(2, 4, 1, T, 300, 6, 5), None, **options)
+
     @pytest.mark.parametrize(
         "options",
         [

@@ -178,12 +178,16 @@ def gated_delta_rule(
         scores, at_start, at_end = q @ k.mT * decays, q * since_start, (k * until_end).mT
         kept = since_start[..., -1:, :]
         state = q.new_zeros(*k.shape[:2], k.shape[-1], v.shape[-1]) if state is None else state.to(dtype)
-        outs = []
-        for i in range(q.shape[2]):
-            corrections = of_values[:, :, i] - of_state[:, :, i] @ state
-            outs.append(at_start[:, :, i] @ state + scores[:, :, i] @ corrections)
-            state = kept[:, :, i] * state + at_end[:, :, i] @ corrections
-        return torch.cat(outs, dim=2)[:, :, :length], state
+        states, corrections = [], []
+        # `unbind` and not an index: whose gradient is a tensor of zeros for all chunks.
+        for value, of_before, left, end in zip(
+            *(x.unbind(2) for x in (of_values, of_state, kept, at_end)), strict=True
+        ):
+            states.append(state)
+            corrections.append(value - of_before @ state)
+            state = left * state + end @ corrections[-1]
+        outs = at_start @ torch.stack(states, dim=2) + scores @ torch.stack(corrections, dim=2)
+        return outs.flatten(2, 3)[:, :, :length], state
 
 
 FORM = Form(

@@ -5,12 +5,12 @@ other tokens.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from structattn.layers.layer import LayerShape
 from structattn.layers.scoring import Standard
 from structattn.layers.scoring_modules import HeadShape
+from structattn.ops.attention import structured_attention
 from structattn_lab.baselines.layer import BaselineLayer, linear
 from structattn_lab.baselines.tables import SlotTable
 
@@ -67,13 +67,8 @@ class KeyValueLayer(BaselineLayer):
             q, k, v: (B, H, T, D) and (B, G, S, D).
             visible: (T, S) or (B, T, S), bool; every query sees something.
         """
-        out = F.scaled_dot_product_attention(
-            q.to(v.dtype),
-            k.to(v.dtype),
-            v,
-            attn_mask=visible if visible.dim() == 2 else visible[:, None],
-            enable_gqa=self.num_heads != self.num_kv_heads,
-        )
+        mask = visible if visible.dim() == 2 else visible[:, None]
+        out = structured_attention(q.to(v.dtype), k.to(v.dtype), v, is_causal=False, attn_mask=mask)
         return out.transpose(1, 2).flatten(2)
 
     def pair_flops(self, num_tokens: int, num_pairs: int) -> int:

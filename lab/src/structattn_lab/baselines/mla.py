@@ -8,12 +8,12 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from structattn.checks import check_size
 from structattn.grammar import Form, named, positive, write_term
 from structattn.layers.layer import CustomAttention, LayerShape
+from structattn.ops.attention import structured_attention
 from structattn_lab.baselines.layer import BaselineLayer, causal_mask, causal_pairs, linear, masked_softmax
 from structattn_lab.baselines.tables import SlotTable, TableCache
 
@@ -96,9 +96,8 @@ class MLALayer(BaselineLayer):
         c, r = self._latent(x, positions)
         k, v = self.expand(c).unflatten(-1, (self.num_heads, -1)).transpose(1, 2).chunk(2, dim=-1)
         k = torch.cat([k, r.expand(-1, self.num_heads, -1, -1)], dim=-1)
-        v = F.pad(v, (0, self.rope))  # of the width of the keys: PyTorch's fast kernels know no other
-        out = F.scaled_dot_product_attention(torch.cat([q, turned], dim=-1), k, v, is_causal=True, scale=self.scale)
-        return out[..., : self.head_dim].transpose(1, 2).flatten(2)
+        out = structured_attention(torch.cat([q, turned], dim=-1), k, v, scale=self.scale)
+        return out.transpose(1, 2).flatten(2)
 
     def decode(self, x: Tensor, positions: Tensor, cache: TableCache) -> Tensor:
         """See ``BaselineLayer``; keys and values are not made."""
@@ -113,7 +112,7 @@ class MLALayer(BaselineLayer):
         return out.transpose(1, 2).flatten(2)
 
     def mixing_flops(self, num_tokens: int) -> int:
-        """See ``BaselineLayer``; the zeros that pad values are not counted."""
+        """See ``BaselineLayer``."""
         weights = sum(linear.weight.numel() for linear in (self.query_proj, self.latent_proj, self.expand))
         return 2 * num_tokens * weights + 2 * self.num_heads * causal_pairs(num_tokens) * (
             2 * self.head_dim + self.rope

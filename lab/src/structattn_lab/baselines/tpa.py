@@ -13,6 +13,7 @@ from torch import Tensor
 from structattn.checks import check_size
 from structattn.grammar import Form, named, positive, write_term
 from structattn.layers.layer import CustomAttention, LayerShape
+from structattn.ops.attention import structured_attention
 from structattn_lab.baselines.layer import BaselineLayer, causal_mask, causal_pairs, linear
 from structattn_lab.baselines.tables import SlotTable, TableCache
 
@@ -97,7 +98,7 @@ class TPALayer(BaselineLayer):
         q = self._product(self._turned(self.query_proj(x), positions))
         k = self._product(self._turned(self.key_proj(x), positions))
         v = self._product(self.value_proj(x))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return structured_attention(q, k, v).transpose(1, 2).flatten(2)
 
     def decode(self, x: Tensor, positions: Tensor, cache: TableCache) -> Tensor:
         """See ``BaselineLayer``."""

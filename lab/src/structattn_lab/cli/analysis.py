@@ -250,7 +250,7 @@ class PlanCommand:
 
 
 BenchmarkName = Literal[
-    "attention", "call", "context-parallel", "decode", "linear", "llama", "model", "prompt", "serve", "step"
+    "attention", "call", "context-parallel", "decode", "linear", "llama", "masks", "model", "prompt", "serve", "step"
 ]
 
 

@@ -435,6 +435,7 @@ std::tuple<Tensor, Tensor> forward_of(const Tensor& q, const Tensor& k, const Te
       std::fill_n(most.begin(), all_rows, kNone<T>);
       std::fill(total.begin(), total.end(), T(0));
       for (const Tile<P>& tile : tiles.of(span, first, rows)) {
+        if (terms.hides(span, head, num_heads, first, rows, tile)) continue;
         const P* key = own_keys.data();
         const PackedAs<I>* value_rows = own_values.data();
         const I* const from = values_of.at(span.row, head / share, span.key + tile.from);
@@ -626,6 +627,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_of(const Tensor& grad_out, const Ten
             }
             int64_t recent = 0;
             for (const Tile<P>& tile : tiles.of(span, first, rows)) {
+              if (terms.hides(span, head, 1, first, rows, tile)) continue;
               const T* factors = layout.per_count.data();
               const auto [query_rows, query_stride] = query.rows();
               tile.products(layout.keys, factors, query_rows, query_stride,

@@ -3,6 +3,8 @@
 
 #include "tiles.h"
 
+#include <bit>
+#include <cstring>
 #include <limits>
 #include <optional>
 #include <variant>
@@ -54,6 +56,19 @@ class Terms {
   bool has_softcap() const { return cap_ > 0; }
   bool is_empty() const { return !has_softcap() && slopes_ == nullptr && !has_bias_ && mask_.data == nullptr; }
 
+  // Whether the mask hides all keys of a tile from all of its queries, for some heads: it adds nothing then.
+  template <typename P>
+  bool hides(const Span& span, int64_t head, int64_t heads, int64_t first, int64_t rows, const Tile<P>& tile) const {
+    if (mask_.data == nullptr) return false;
+    for (int64_t h = 0; h < (mask_.head == 0 ? 1 : heads); ++h)
+      for (int64_t i = 0; i < (mask_.query == 0 ? 1 : rows); ++i) {
+        const bool* x = mask_.at(span.row, head + h, span.query + first + i, span.key + tile.from);
+        if (mask_.key == 1 ? std::memchr(x, true, tile.cols) != nullptr : has_any(x, mask_.key, tile.cols))
+          return false;
+      }
+    return true;
+  }
+
   // Scores of the rows of a tile, whose first query is `first`. `slope`, where it is given, becomes the derivative of
   // the soft cap.
   template <typename P>
@@ -80,8 +95,10 @@ class Terms {
         std::visit([&](const auto& bias) { add_row(bias, span, head, first + i, tile.from, tile.cols, row); }, bias_);
       if (mask_.data != nullptr) {
         const bool* x = mask_.at(span.row, head, span.query + first + i, span.key + tile.from);
-        for (int64_t c = 0; c < tile.cols; ++c)
-          row[c] = x[c * mask_.key] ? row[c] : -std::numeric_limits<T>::infinity();
+        if (mask_.key == 1)
+          hide(x, 1, tile.cols, row);
+        else
+          hide(x, mask_.key, tile.cols, row);
       }
     }
   }
@@ -95,6 +112,22 @@ class Terms {
       for (int64_t c = 0; c < cols; ++c) row[c] += static_cast<T>(x[c]);
     else
       for (int64_t c = 0; c < cols; ++c) row[c] += static_cast<T>(x[c * bias.key]);
+  }
+
+  static bool has_any(const bool* x, int64_t stride, int64_t count) {
+    for (int64_t c = 0; c < count; ++c)
+      if (x[c * stride]) return true;
+    return false;
+  }
+
+  // By bits: a condition would become a branch, which costs more where a mask has no pattern.
+  [[gnu::always_inline]] static void hide(const bool* x, int64_t stride, int64_t count, T* row) {
+    using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>;
+    const Bits none = std::bit_cast<Bits>(-std::numeric_limits<T>::infinity());
+    for (int64_t c = 0; c < count; ++c) {
+      const Bits keep = -static_cast<Bits>(x[c * stride]);
+      row[c] = std::bit_cast<T>((std::bit_cast<Bits>(row[c]) & keep) | (none & ~keep));
+    }
   }
 
   T cap_;

@@ -395,6 +395,7 @@ std::tuple<Tensor, Tensor> forward_of(const Tensor& q, const Tensor& k, const Te
         work.push_back({static_cast<int64_t>(n), h, next - h, (i % 2 ? tiles - 1 - i / 2 : i / 2) * kRows});
     }
   }
+  const ShownTiles shown(spans, heads, terms.mask());
   parallel_for(static_cast<int64_t>(work.size()), [&](int64_t begin, int64_t end) {
     const RegistersFor<P> registers;
     // Of weights that are rounded, the sums of these divide the outputs: so a weight that outdoes all others is exact,
@@ -435,7 +436,7 @@ std::tuple<Tensor, Tensor> forward_of(const Tensor& q, const Tensor& k, const Te
       std::fill_n(most.begin(), all_rows, kNone<T>);
       std::fill(total.begin(), total.end(), T(0));
       for (const Tile<P>& tile : tiles.of(span, first, rows)) {
-        if (terms.hides(span, head, num_heads, first, rows, tile)) continue;
+        if (!shown.has(number, head, num_heads, span, first, tile.from)) continue;
         const P* key = own_keys.data();
         const PackedAs<I>* value_rows = own_values.data();
         const I* const from = values_of.at(span.row, head / share, span.key + tile.from);
@@ -568,6 +569,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_of(const Tensor& grad_out, const Ten
   const View<I> to_q(grad_q);
   const T* const lses = lse.const_data_ptr<T>();
   const T* const grad_lses = grad_lse.has_value() ? grad_lse->const_data_ptr<T>() : nullptr;
+  const ShownTiles shown(spans, heads, terms.mask());
   parallel_for(pairs * splits, [&](int64_t begin, int64_t end) {
     const RegistersFor<P> registers;
     std::vector<T> weight(kRows * kCols), change(kRows * kCols), sums(kRows * 2 * dim), shift(kRows), drop(kRows),
@@ -627,7 +629,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_of(const Tensor& grad_out, const Ten
             }
             int64_t recent = 0;
             for (const Tile<P>& tile : tiles.of(span, first, rows)) {
-              if (terms.hides(span, head, 1, first, rows, tile)) continue;
+              if (!shown.has(number, head, 1, span, first, tile.from)) continue;
               const T* factors = layout.per_count.data();
               const auto [query_rows, query_stride] = query.rows();
               tile.products(layout.keys, factors, query_rows, query_stride,

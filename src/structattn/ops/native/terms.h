@@ -8,6 +8,7 @@
 #include <limits>
 #include <optional>
 #include <variant>
+#include <vector>
 
 namespace structattn {
 
@@ -56,18 +57,7 @@ class Terms {
   bool has_softcap() const { return cap_ > 0; }
   bool is_empty() const { return !has_softcap() && slopes_ == nullptr && !has_bias_ && mask_.data == nullptr; }
 
-  // Whether the mask hides all keys of a tile from all of its queries, for some heads: it adds nothing then.
-  template <typename P>
-  bool hides(const Span& span, int64_t head, int64_t heads, int64_t first, int64_t rows, const Tile<P>& tile) const {
-    if (mask_.data == nullptr) return false;
-    for (int64_t h = 0; h < (mask_.head == 0 ? 1 : heads); ++h)
-      for (int64_t i = 0; i < (mask_.query == 0 ? 1 : rows); ++i) {
-        const bool* x = mask_.at(span.row, head + h, span.query + first + i, span.key + tile.from);
-        if (mask_.key == 1 ? std::memchr(x, true, tile.cols) != nullptr : has_any(x, mask_.key, tile.cols))
-          return false;
-      }
-    return true;
-  }
+  const Pairs<bool>& mask() const { return mask_; }
 
   // Scores of the rows of a tile, whose first query is `first`. `slope`, where it is given, becomes the derivative of
   // the soft cap.
@@ -114,12 +104,6 @@ class Terms {
       for (int64_t c = 0; c < cols; ++c) row[c] += static_cast<T>(x[c * bias.key]);
   }
 
-  static bool has_any(const bool* x, int64_t stride, int64_t count) {
-    for (int64_t c = 0; c < count; ++c)
-      if (x[c * stride]) return true;
-    return false;
-  }
-
   // By bits: a condition would become a branch, which costs more where a mask has no pattern.
   [[gnu::always_inline]] static void hide(const bool* x, int64_t stride, int64_t count, T* row) {
     using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>;
@@ -136,6 +120,58 @@ class Terms {
   int64_t slope_batch_ = 0, slope_head_ = 0;
   Bias<T> bias_;
   Pairs<bool> mask_;
+};
+
+// Which tiles of spans a mask shows something of: the others add nothing. The mask is read once, row by row, for all
+// heads that it is the same for.
+class ShownTiles {
+ public:
+  ShownTiles(const std::vector<Span>& spans, int64_t heads, const Pairs<bool>& mask)
+      : heads_(mask.data == nullptr ? 0
+               : mask.head == 0     ? std::min<int64_t>(heads, 1)
+                                    : heads),
+        first_{0} {
+    if (heads_ == 0) return;
+    for (const Span& span : spans)
+      first_.push_back(first_.back() + heads_ * tiles_of(span.num_queries, kRows) * tiles_of(span.num_keys, kCols));
+    shown_.resize(first_.back());
+    parallel_for(static_cast<int64_t>(spans.size()) * heads_, [&](int64_t begin, int64_t end) {
+      for (int64_t n = begin; n < end; ++n) {
+        const Span& span = spans[n / heads_];
+        for (int64_t i = 0; i < span.num_queries; i += mask.query == 0 ? kRows : 1)
+          show(mask.at(span.row, n % heads_, span.query + i, span.key), mask.key, span.num_keys,
+               shown_.data() + at(n / heads_, n % heads_, span, i));
+      }
+    });
+  }
+
+  // Whether something of a tile is shown to one of some heads.
+  bool has(int64_t number, int64_t head, int64_t count, const Span& span, int64_t query, int64_t key) const {
+    if (heads_ == 0) return true;
+    for (int64_t h = head; h < head + (heads_ == 1 ? 1 : count); ++h)
+      if (shown_[at(number, h % heads_, span, query) + key / kCols]) return true;
+    return false;
+  }
+
+ private:
+  int64_t at(int64_t number, int64_t head, const Span& span, int64_t query) const {
+    const int64_t row = head * tiles_of(span.num_queries, kRows) + query / kRows;
+    return first_[number] + row * tiles_of(span.num_keys, kCols);
+  }
+
+  static void show(const bool* x, int64_t stride, int64_t count, char* shown) {
+    for (int64_t from = 0; from < count; from += kCols, ++shown) {
+      const int64_t end = std::min(from + kCols, count);
+      if (stride == 1)
+        *shown = *shown || std::memchr(x + from, true, end - from) != nullptr;
+      else
+        for (int64_t c = from; c < end && !*shown; ++c) *shown = x[c * stride];
+    }
+  }
+
+  int64_t heads_;
+  std::vector<int64_t> first_;  // of each span
+  std::vector<char> shown_;
 };
 
 }  // namespace structattn

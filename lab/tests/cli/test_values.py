@@ -20,7 +20,9 @@ def test_positions_are_named(capsys) -> None:
     for command in commands.COMMANDS:
         with pytest.raises(SystemExit):
             main([*command.split(), "--help"])
-        assert "STR" not in capsys.readouterr().out.split()
+        shown = capsys.readouterr().out
+        assert "STR" not in shown.split()
+        assert not any(f"(default: {nothing})" in shown for nothing in ("", "None"))
 
 
 def test_without_words_there_is_help(capsys) -> None:

@@ -141,7 +141,7 @@ def _hide_unset_defaults(kind: type[Any]) -> None:
     """Help shows no default that stands for what its text says."""
     hints = get_type_hints(kind, include_extras=True)
     for field in dataclasses.fields(kind):
-        if field.default in (None, ""):
+        if field.default in (None, "", ()):
             kind.__annotations__[field.name] = Annotated[hints[field.name], tyro.conf.arg(help_behavior_hint="")]
 
 

@@ -139,9 +139,10 @@ def _read(kind: type[Any], arguments: Sequence[str], program: str) -> object:
 
 def _hide_unset_defaults(kind: type[Any]) -> None:
     """Help shows no default that stands for what its text says."""
-    hints = get_type_hints(kind, include_extras=True)
+    hints, types = get_type_hints(kind, include_extras=True), get_type_hints(kind)
     for field in dataclasses.fields(kind):
-        if field.default in (None, "", ()):
+        is_empty = field.default is dataclasses.MISSING and get_origin(types[field.name]) is tuple
+        if is_empty or field.default in (None, "", ()):
             kind.__annotations__[field.name] = Annotated[hints[field.name], tyro.conf.arg(help_behavior_hint="")]
 
 

@@ -71,7 +71,7 @@ def specs() -> str:
         rows.append((form.syntax, form.example, *counts, form.meaning))
     notes = (
         f"One layer of width {width}, {heads} heads, causal, {length:,} tokens; cache: numbers that it keeps of them; "
-        "mlr-text: text without borders.",
+        "mlr-text: for a text without segment boundaries.",
         "Terms are joined by +, as in 'bilinear-btt:1+mlr:128|64|32|32+window:512'; options follow commas,",
         f"as in 'mlr:32|16|8|8,scaling=paper'. {LAYER_FORM.syntax}: {LAYER_FORM.meaning},",
         f"as in '{LAYER_FORM.example}'. {HEADS.syntax}:",

@@ -215,8 +215,8 @@ FORMS: dict[str, Form] = {
 HEADS = Form(
     "heads:SPEC*N/SPEC*N/...",
     "heads:standard*2/window:252,sink_tokens=4*6",
-    "a spec for each key head: SPEC, a layout or a window, for N heads in turn, 1 unless N is given; after a bilinear "
-    "scoring, bilinear-btt:1+heads:..., it is of all heads",
+    "a layout or a window for each key head: SPEC*N is for the next N heads, SPEC for the next one; a bilinear scoring "
+    "for all heads comes before it, as bilinear-btt:1+heads:...",
 )
 _HEADS = "heads:"
 

@@ -23,7 +23,7 @@ MAX_LAYERS = 2**16
 FORM = Form(
     "[SPEC,SPEC,...]",
     "[standard,window:128,window:128]",
-    "one spec per layer, from the first on; after the last the list begins again",
+    "one spec for each layer, in order; the list is repeated if there are more layers",
 )
 
 

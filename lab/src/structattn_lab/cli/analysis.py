@@ -264,7 +264,7 @@ class BenchCommand:
     """
 
     name: tyro.conf.Positional[Annotated[BenchmarkName, tyro.conf.arg(metavar="BENCHMARK")]]
-    """attention, call, context-parallel, decode, linear, llama, model, prompt, serve or step."""
+    """attention, call, context-parallel, decode, linear, llama, masks, model, prompt, serve or step."""
     quick: bool = False
     """A few sizes and repeats, no peak memory: a minute or two."""
     device: Literal["cpu", "cuda"] = "cpu"

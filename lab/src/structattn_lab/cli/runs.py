@@ -98,7 +98,7 @@ class ForecastCommand:
     file.
     """
     horizon: OptionalCount = None
-    """Steps ahead. Default: those of the training, which are the most of models and ridge regression."""
+    """Steps ahead. Default: as in training; models and ridge regression cannot go further."""
     row: str | None = None
     """Of a comparison: a spec, or the name of a baseline, such as "ridge regression", or how it begins.
     Default: the lowest validation error.

@@ -40,10 +40,10 @@ class ShrinkCommand:
     windows: Count = 4
     """Windows of text that are measured."""
     prompts: Annotated[int, constructor(whole(minimum=0), several=False)] = 1
-    """Prompts of each of six retrieval tasks at each of three distances; 0: none."""
+    """Prompts of each of seven retrieval tasks at each of three distances; 0: none."""
     document_start: str = ""
-    """In text files, a line that begins with this begins a document, such as "PEP: ". Default: a file is one,
-    and one of more than half of the text is cut in two.
+    """In text files, a line that begins with this begins a document, such as "PEP: ". Default: each file is
+    a document; a file with more than half of the text is cut in two.
     """
     resume: bool = False
     """Continue what --out already holds."""

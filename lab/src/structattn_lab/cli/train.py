@@ -47,7 +47,7 @@ class TaskCommand:
     resume: bool = False
     """Continue what --out already holds."""
     data: Path | None = None
-    """Your data, for a task that reads some (`structattn settings TASK` says what)."""
+    """Your data file or folder, for tasks that take one (`structattn settings TASK` says what)."""
     time: str | None = None
     """The time column, for a task that reads a table."""
     target: str | None = None

@@ -34,7 +34,7 @@ class UptrainCommand:
     out: Path
     """Folder of the results: model/, results/report.html, corpus/."""
     compression: Annotated[float | None, constructor(number(minimum=1), several=False)] = None
-    """How many times smaller keys and values are, by far tokens and bits that are chosen for each key head.
+    """How many times smaller the cache gets: each key head keeps fewer far tokens, in fewer bits.
     Default: 4, unless --attention is given.
     """
     context_length: Count = 2048

@@ -210,6 +210,23 @@ def test_flops_are_counted_exactly(window, layout) -> None:
     assert counter.get_total_flops() - forward == 3 * scores + 2 * values
 
 
+def test_a_counter_that_was_opened_before_the_first_call_counts_it() -> None:
+    program = '''
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+import structattn as sa
+
+q = torch.empty(1, 2, 640, 8, device="meta")
+for _ in range(2):
+    with FlopCounterMode(display=False) as counter:
+        sa.structured_attention(q, q, q, sa.LevelLayout((4, 4), (640, 80)))
+    print(counter.get_total_flops())
+'''
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    first, second = done.stdout.split()
+    assert first == second != "0"
+
+
 def test_free_segments_need_few_masks() -> None:
     starts = tuple(range(0, 640, 80))
     layout = sa.LevelLayout.from_boundaries((4, 4), ((0,), starts))

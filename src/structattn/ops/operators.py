@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.library import custom_op
-from torch.utils.flop_counter import register_flop_formula
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
 from structattn.errors import DerivativeError
 from structattn.layout.cost import visible_pairs_per_level
@@ -300,6 +301,19 @@ def _backward_flops(
     grad_out: Any, grad_lse: Any, out: Any, lse: Any, needs_bias: bool, q: Any, k: Any, v: Any, *options: Any, **_: Any
 ) -> int:
     return _flops(q, k, v, options[len(_TENSORS) :], (3, 2))
+
+
+def _tell_open_counters() -> None:
+    """Counters copy the formulas when they are made: one in which the first call imports this module has none of
+    these.
+    """
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(counter := getattr(mode, "counter", None), FlopCounterMode):
+            for operator in (torch.ops.structattn.attention, torch.ops.structattn.attention_backward):
+                counter.flop_registry[operator] = flop_registry[operator]
+
+
+_tell_open_counters()
 
 
 class _Eager(torch.autograd.Function):

@@ -7,6 +7,7 @@ import os
 import sys
 import typing
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal
@@ -256,10 +257,12 @@ def check_int_tensor(name: str, value: Any, shape: tuple[int | None, ...]) -> No
         )
 
 
-def check_sequences(batch: int, left_padding: Any, cu_seqlens: Any) -> None:
+def check_sequences(batch: int, left_padding: Any, cu_seqlens: Any, length: int | None = None) -> None:
     """Raises ``ShapeError`` unless the padding of a batch, or the offsets of sequences packed into one row,
-    have its shape.
+    have its shape; with the length of a row also where their numbers do not fit it, which waits for a GPU.
     """
+    if length is not None and left_padding is not None and cu_seqlens is not None:
+        raise ConfigError("give cu_seqlens (packed sequences) or left_padding (padded batch), not both")
     if left_padding is not None:
         check_int_tensor("left_padding", left_padding, (batch,))
     if cu_seqlens is not None:
@@ -269,6 +272,24 @@ def check_sequences(batch: int, left_padding: Any, cu_seqlens: Any) -> None:
                 f"cu_seqlens holds the offsets of at least one sequence in one batch row: got {cu_seqlens.shape[0]} "
                 f"offsets and batch {batch}"
             )
+    if length is not None and left_padding is not None:
+        check_lengths("left_padding", left_padding.tolist(), length, are_offsets=False)
+    if length is not None and cu_seqlens is not None:
+        check_lengths("cu_seqlens", cu_seqlens.tolist(), length, are_offsets=True)
+
+
+def check_lengths(name: str, values: Sequence[int], total: int, *, are_offsets: bool) -> None:
+    """Raises ``ShapeError`` unless offsets rise or stay the same from 0 to the total, or other numbers lie
+    in that range.
+    """
+    if are_offsets:
+        if values[0] != 0 or values[-1] != total or any(a > b for a, b in pairwise(values)):
+            raise ShapeError(
+                f"{name} must rise or stay the same from 0 to the length {total}, one entry per sequence end, got "
+                f"{values[:8]}"
+            )
+    elif values and (min(values) < 0 or max(values) > total):
+        raise ShapeError(f"{name} must lie in [0, {total}], got {min(values)} to {max(values)}")
 
 
 _TYPE_WORDS = {int: "an int", float: "a number", str: "a text", bool: "a bool"}

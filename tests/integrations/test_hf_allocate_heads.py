@@ -134,7 +134,11 @@ def test_a_larger_budget_never_loses_more(found) -> None:
         spec == sa.AttentionSpec() for spec in allocate(found, compression=2, methods=("bits",), context_length=2048)
     )
     assert allocate(found, compression=2, methods=("heads",), context_length=2048).storage is None
-    assert allocate(found, compression=2, methods=("levels",))[0].layout.num_levels > 1
+    levels = allocate(found, compression=2, methods=("levels",))
+    assert levels[0].layout.num_levels > 1
+    # A budget in bytes is of the model's dtype, float32 here.
+    of_dtype = allocate(found, bytes_per_token=levels.nbytes * 2 / levels.context_length, methods=("levels",))
+    assert (of_dtype.nbytes, of_dtype.plain_nbytes) == (2 * levels.nbytes, 2 * levels.plain_nbytes)
 
 
 def test_keys_and_values_have_bits_of_their_own(found) -> None:

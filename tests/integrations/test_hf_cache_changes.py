@@ -274,6 +274,9 @@ def test_a_recurrence_cannot_go_back() -> None:
 
 
 def test_layers_that_move_no_rows_are_named() -> None:
+    for wrong in ([], 5, [5], None):
+        with pytest.raises(ConfigError, match="layers must be"):
+            LevelCaches(wrong)
     cache = LevelCaches(layers=[LevelCacheLayer(), LinearAttentionLayer()])
     fill(cache, 5)
     with pytest.raises(CacheError, match="layer 1 of the cache is LinearAttentionLayer, which has no batch_repeat"):

@@ -302,7 +302,9 @@ def test_bad_input_says_what_to_do() -> None:
     refused(ConfigError, "give the tokenizer of the model", tasks=("pass key",))
     refused(ConfigError, "such as \\('copy',\\), got 'copy'", tasks="copy")
     refused(ConfigError, "from 36 to 60 tokens .*, got 61", distances=(61,))
+    refused(ConfigError, "such as \\('copy',\\), got 5", tasks=5)
     refused(ConfigError, "a tokenizer of transformers or None, got 3", tokenizer=3)
+    refused(ConfigError, "a tokenizer of transformers or None, got 'gpt2'", tokenizer="gpt2", tasks=("pass key",))
     refused(
         ConfigError,
         "id 121, and the vocabulary of the model has 50",

@@ -303,3 +303,18 @@ def test_wrong_values_raise_our_errors(name) -> None:
 
 def test_there_are_many() -> None:
     assert count(TABLE) > 500
+
+
+def test_what_a_layer_does_not_take_beside_other_things() -> None:
+    """Each was taken without a word once, or ended in an error of Python."""
+    cache = PLAIN.new_cache()
+    for option in ({"left_padding": torch.tensor([2, 0])}, {"context": X}, {"cu_seqlens": torch.tensor([0, 6])}):
+        with pytest.raises(sa.errors.ConfigError, match="with a cache"):
+            PLAIN.weights(X, cache=cache, **option)
+    with pytest.raises(sa.errors.ConfigError, match="chunks of 2 tokens"):
+        sa.Attention(16, 2)(X, cache=sa.LevelCache(chunk_size=2))
+    with pytest.raises(sa.errors.ConfigError, match="shard must be a sa.parallel.SequenceShard"):
+        PLAIN(X, shard=3)
+    for name in ("window", "layout", "scoring"):
+        with pytest.raises(sa.errors.ConfigError, match=f"the spec gives the {name}"):
+            sa.Attention.from_spec("standard", embed_dim=16, num_heads=2, context_length=8, **{name: None})

@@ -23,6 +23,7 @@ from wrong_calls import (
 import structattn as sa
 from structattn import matrices, mup, scoring
 from structattn.layers.block import MLP
+from structattn.layers.rotary_order import Rotation
 from structattn.layers.scoring_modules import HeadShape
 from structattn.layout.halving import Halving
 from structattn.layout.text import Segments, TextLayout, TextUnits
@@ -444,3 +445,32 @@ def test_every_public_name_has_wrong_calls() -> None:
     ]
     assert [name for name in public if name not in TABLE and name not in elsewhere | folders | protocols] == []
     assert count(TABLE) > 500
+
+
+def test_level_one_is_one_block() -> None:
+    positions = torch.tensor([-1, 0, 7, 8, 16])
+    for layout in (LEVELS, FREE):
+        assert layout.blocks(1, positions).tolist() == [0] * 5
+    with pytest.raises(sa.errors.ShapeError, match="positions must be"):
+        LEVELS.is_sink([3])
+
+
+def test_segments_of_padding_and_packed_sequences_that_do_not_fit() -> None:
+    for offsets in ([0, 3], [1, 4], [0, 5, 3, 4], [0, 12]):
+        with pytest.raises(sa.errors.ShapeError, match="must rise or stay the same from 0 to the length 4"):
+            UNITS.segments(TOKENS, cu_seqlens=torch.tensor(offsets))
+    for padding in (-2, 5):
+        with pytest.raises(sa.errors.ShapeError, match="must lie in"):
+            UNITS.segments(TOKENS, left_padding=torch.tensor([padding]))
+    with pytest.raises(sa.errors.ConfigError, match="not both"):
+        UNITS.segments(TOKENS, left_padding=torch.tensor([0]), cu_seqlens=torch.tensor([0, 4]))
+
+
+def test_a_rotation_of_other_things() -> None:
+    for dims in ("4", None, 4.0, 3):
+        with pytest.raises(sa.errors.ConfigError, match="an even number of dimensions"):
+            Rotation("halves", dims)
+    with pytest.raises(sa.errors.ConfigError, match="a text such as"):
+        Rotation.parse(4)
+    with pytest.raises(sa.errors.ConfigError, match="head_dim"):
+        Rotation("halves", 4).pairs("x")

@@ -211,7 +211,7 @@ def test_flops_are_counted_exactly(window, layout) -> None:
 
 
 def test_a_counter_that_was_opened_before_the_first_call_counts_it() -> None:
-    program = '''
+    program = """
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 import structattn as sa
@@ -221,7 +221,7 @@ for _ in range(2):
     with FlopCounterMode(display=False) as counter:
         sa.structured_attention(q, q, q, sa.LevelLayout((4, 4), (640, 80)))
     print(counter.get_total_flops())
-'''
+"""
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     first, second = done.stdout.split()
     assert first == second != "0"

@@ -153,3 +153,9 @@ def test_the_names_are_known_before_anything_heavy_is_imported() -> None:
     code = "import sys; from structattn_lab.tasks.registry import TASKS; print(len(TASKS), 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.split() == [str(len(TASKS)), "False"], done.stderr
+
+
+@pytest.mark.parametrize(("name", "package"), [("x", 5), (5, "json"), (None, "json")])
+def test_names_are_texts(name, package) -> None:
+    with pytest.raises(ConfigError, match="of a task must be a text"):
+        register_task(name, package)

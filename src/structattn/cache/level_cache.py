@@ -64,8 +64,9 @@ class LevelCache(OneLayerCache):
         window: sliding window in positions. Default ``None``.
         chunk_size: tokens see only those of their own chunk of this many, from whose start blocks are
             counted. Default ``None``.
-        max_length: tokens for which memory is taken with the first ones, of quantized ones by pages until
-            then; more are possible. Default ``None``: it grows by pages.
+        max_length: number of tokens for which memory is allocated when the first tokens come. Quantized
+            numbers are allocated by pages up to there. More tokens are possible. Default ``None``: memory
+            grows by pages.
         page_size: tokens per page; ``layout.key_cache_size(T)`` is allocated, each level rounded up to a page
             but not above its longest block. Default 1,024.
         left_padding: (B,) ints, leading tokens of each row that are padding. Default ``None``.
@@ -75,7 +76,8 @@ class LevelCache(OneLayerCache):
             Default ``None``: as the model makes them.
 
     Attributes:
-        layout: where rows have segments of their own, in the order of the rows that there are now.
+        layout: the layout. With different segments per row its rows are in the present order of the rows,
+            after ``select`` or ``reorder`` too.
 
     Raises:
         ConfigError: an option is out of its range.
@@ -267,10 +269,10 @@ class LevelCache(OneLayerCache):
                 the hidden states, (B, 1, T, E).
             v: (B, Gv, T, V), Gv dividing H.
             scale, softcap, sinks, alibi_slopes: as of ``structured_attention``; the same at every call.
-            backend: ``"auto"`` decodes few tokens straight from what is kept (where no gradient is asked
-                for), on a GPU by a fused kernel if ``max_length`` was given; so does ``"triton"``, or raises.
-                Any other is given all keys as a dense tensor. With ``storage`` both take the fused kernel
-                where it can run, which a growing cache of one quantized level needs no ``max_length`` for.
+            backend: ``"auto"`` reads the cache directly for few new tokens without gradients; on a GPU it
+                runs a fused kernel if ``max_length`` was given. ``"triton"`` runs that kernel or raises.
+                Every other backend gets all keys and values as dense tensors. A cache with ``storage`` of one
+                quantized level needs no ``max_length`` for the fused kernel. Default ``"auto"``.
             layout: of a cache with a ``TextLayout``: its levels with the segments that the new tokens see
                 (``TextHistory.step``), for every batch row.
             attn_mask: as of ``structured_attention``, (B, H, T, S) or broadcastable. S counts all tokens,

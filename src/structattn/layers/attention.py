@@ -67,7 +67,8 @@ class Attention(AttentionLayer, NumberedLayer):
         scoring: ``scoring.Standard`` (default: standard attention), ``BTT``, ``MLR`` or ``Matrix``.
         layout: ``LevelLayout`` or ``GlobalWindowLayout`` whose ranks sum to the feature dimension of the
             scoring (E / H; E for BTT and Matrix; sum r_l p_l for MLR), and whose scaling replaces the
-            scoring's; or a ``TextLayout``. Default ``None``: plain.
+            scoring's; or ``HeadLayouts``, one of these for each key head; or a ``TextLayout``. Default
+            ``None``: plain.
         is_causal: whether later keys are hidden. Default ``True``.
         qk_norm: layer norm of queries and keys (per level for MLR). Default ``True``.
         rotary: a ``Rotary``, fitted to the levels; or a function ``rotary(x, positions)`` of q and k (B,
@@ -75,7 +76,8 @@ class Attention(AttentionLayer, NumberedLayer):
         bias: of the value and output projections and the norms. Default ``False``.
         window: sliding window in positions, with any layout of levels. Default ``None``.
         dropout: of attention weights in training; the op's ``dropout_p``. Default 0.
-        backend, device, dtype: of ``structured_attention``; of the parameters, as ``nn.Linear``.
+        backend: as of ``structured_attention``. Default ``"auto"``.
+        device, dtype: of the parameters, as ``nn.Linear``.
 
     Raises:
         ConfigError: heads do not divide, ranks do not sum to the feature dimension, or an option is out of
@@ -174,6 +176,9 @@ class Attention(AttentionLayer, NumberedLayer):
             **options: further arguments of the class, except scoring, layout and window.
         """
         value = spec if isinstance(spec, AttentionSpec) else text_forms.read(AttentionSpec, spec)
+        for name in ("scoring", "layout", "window"):
+            if name in options:
+                raise ConfigError(f"the spec gives the {name}: write it there, as 'mlr:4|4+window:3'")
         check_size("num_heads", num_heads)
         check_size("context_length", context_length, MAX_LENGTH)
         if value.custom is not None:
@@ -271,6 +276,7 @@ class Attention(AttentionLayer, NumberedLayer):
         """
         layout_of_call = self._layout_of_call(layout)
         if shard is not None:
+            checks.check_is_shard(shard)
             checks.check_shard(self.layout, self.backend, self.dropout if self.training else 0.0)
             checks.check_left_out("a shard", context=context, attn_bias=attn_bias, attn_mask=attn_mask, cache=cache)
         if cache is not None:
@@ -304,10 +310,16 @@ class Attention(AttentionLayer, NumberedLayer):
         attn_mask: Tensor | None = None,
     ) -> Tensor:
         """The attention weights, (B, H, T, S); of two added softmaxes (``GlobalWindowLayout``) the sum.
-        Arguments as ``forward``; nothing is appended.
-        Cost: T * S numbers per head are stored, and T * S * S multiply-adds spent: for short sequences."""
+
+        Arguments as ``forward``, without ``attn_bias`` and ``shard``: give a bias as a floating point
+        ``attn_mask``. Nothing is appended to a cache.
+
+        Cost: T S numbers and T S^2 multiply-adds per head: for short sequences.
+        """
         layout_of_call = self._layout_of_call(layout)
         if cache is not None:
+            others = {"cu_seqlens": cu_seqlens, "left_padding": left_padding}
+            checks.check_left_out("a cache, whose padding new_cache() takes", context=context, **others)
             q, k, v, scale = self._cached(x, cache)
             cache.bind(self)
             return cache.weights(q, k, v, scale=scale, layout=layout, attn_mask=attn_mask)

@@ -18,6 +18,7 @@ from structattn.errors import ConfigError, ShapeError
 from structattn.layers.attention_spec import AttentionSpec
 from structattn.layers.head_orders import HeadOrders, orders_of_heads
 from structattn.layers.rotary_order import (
+    MOST_DIMS,
     UNCHANGED,
     RotarySplit,
     Rotation,
@@ -50,8 +51,9 @@ class AttentionFunction:
     compiled and exported.
 
     Attributes:
-        layout: ``LevelLayout``, ``GlobalWindowLayout``, ``SinkWindow``, ``None``, plain attention, or
-            ``HeadLayouts``, one for each key head; or the spec of heads whose dimension follows from a call.
+        layout: ``LevelLayout``, ``GlobalWindowLayout``, ``SinkWindow`` or ``HeadLayouts`` (one layout for
+            each key head); ``None`` is plain attention. An ``AttentionSpec`` of heads is resolved at each
+            call, which gives the head dimension.
         window: as of ``structured_attention``.
         rotary: which dimensions of queries and keys the caller rotates together; ``None`` leaves their order.
         rotary_split: which level gets which rotary pairs.
@@ -271,7 +273,7 @@ def attention_function(
             )
         window = spec.window
         resolved: AnyLayout | SinkWindow | AttentionSpec | None
-        length = _length(context_length) if spec.halves_blocks else 1
+        length = 1 if context_length is None and not spec.halves_blocks else _length(context_length)
         if spec.heads is not None:
             has_ranks = any(isinstance(head.layout, LevelLayout | Halving | GlobalWindowLayout) for head in spec.heads)
             resolved = _layout_of_heads(spec, length) if has_ranks else spec
@@ -285,10 +287,12 @@ def attention_function(
         check_type("layout", layout, AnyLayout | None, "a layout, a spec, ranks or None")
         resolved = layout
     head_dim = resolved.head_dim if isinstance(resolved, AnyLayout) else None
+    # A text is read, so that it is checked, also where nothing is put in its order.
+    rotation = None if rotary is None else rotation_of(rotary, head_dim or MOST_DIMS)
     return AttentionFunction(
         layout=resolved,
         window=window,
-        rotary=None if rotary is None or head_dim is None else rotation_of(rotary, head_dim),
+        rotary=None if head_dim is None else rotation,
         rotary_split=rotary_split,
         tensor_layout=tensor_layout,
         backend=backend,

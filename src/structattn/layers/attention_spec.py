@@ -105,6 +105,7 @@ class AttentionSpec:
         """The layout for a model of that context length (in positions), whose queries have that dimension,
         which windows with sink tokens and those of single heads need.
         """
+        check_size("context_length", context_length, MAX_LENGTH)
         if feature_dim is not None:
             check_size("feature_dim", feature_dim)
         if self.heads is not None:

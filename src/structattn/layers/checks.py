@@ -95,6 +95,14 @@ def check_left_out(what: str, **options: object) -> None:
         raise ConfigError(f"with {what}, leave {', '.join(first)} and {last} at None")
 
 
+def check_is_shard(shard: object) -> None:
+    """Raises ``ConfigError`` unless it is a ``SequenceShard``, of a module above this one."""
+    if not callable(getattr(shard, "attend", None)):
+        raise ConfigError(
+            f"shard must be a sa.parallel.SequenceShard of the mesh and the tokens in all, got {describe(shard)}"
+        )
+
+
 def check_shard(layout: AnyLayout | TextLayout | None, backend: str, dropout: float) -> None:
     """Raises ``ConfigError`` unless attention with these options can be divided among processes."""
     layouts = layout.layouts if isinstance(layout, HeadLayouts) else (layout,)
@@ -127,6 +135,11 @@ def check_cache(cache: object, layer: nn.Module, layout: AnyLayout | TextLayout 
             f"{cache.text or cache.layout} and {cache.window}; make it with new_cache()"
         )
     if isinstance(cache, LevelCache):
+        if cache.chunk_size is not None:
+            raise ConfigError(
+                f"a query sees chunks of {cache.chunk_size} tokens in this cache, and all tokens in the layer: make it "
+                "with new_cache()"
+            )
         cache.check_layer(layer)
 
 

@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from structattn.checks import check_choice, check_type, quoted
+from structattn.checks import check_choice, check_size, check_type, is_int, quoted
 from structattn.errors import ConfigError
 from structattn.layers.rotary import Rotary
 from structattn.layout.global_window import GlobalWindowLayout, Layout
@@ -27,6 +27,7 @@ from structattn.ops.checks import is_eager
 
 Pairing = Literal["halves", "adjacent"]
 RotarySplit = Literal["low_far", "interleaved"]
+MOST_DIMS = 999_998  # of a rotation, whose text has six digits at most
 _FEW_NUMBERS = 2**14  # of a decoding step, where sixteen slices cost more than a gather
 
 ROTARY_SPLITS: tuple[RotarySplit, ...] = get_args(RotarySplit)
@@ -45,7 +46,7 @@ class Rotation:
     dims: int
 
     def __post_init__(self) -> None:
-        if self.pairing not in get_args(Pairing) or self.dims < 2 or self.dims % 2:
+        if self.pairing not in get_args(Pairing) or not is_int(self.dims) or self.dims < 2 or self.dims % 2:
             raise ConfigError(
                 f"a rotation is of 'halves' or 'adjacent' pairs in an even number of dimensions, got {self}"
             )
@@ -60,6 +61,7 @@ class Rotation:
         Raises:
             ConfigError: it is another text.
         """
+        check_type("a rotation", text, str, "a text such as 'halves:64'")
         match = re.fullmatch(r"(halves|adjacent):(\d{1,6})", text)
         if match is None:
             raise ConfigError(f"a rotation is written 'halves:64' or 'adjacent:64', got {quoted(text)}")
@@ -72,6 +74,7 @@ class Rotation:
         Raises:
             ConfigError: the head has fewer dimensions than are rotated, or an odd number.
         """
+        check_size("head_dim", head_dim)
         if head_dim < self.dims or head_dim % 2:
             raise ConfigError(f"{self.dims} dimensions are rotated in pairs, and the head has {head_dim}")
         half = self.dims // 2
@@ -181,9 +184,9 @@ def rotary_order(layout: Layout, rotary: str | Rotation = "halves", split: Rotar
         layout: ``LevelLayout`` or ``GlobalWindowLayout``; its ranks are even and sum to the head dimension D.
         rotary: how the code pairs dimensions: ``"halves"`` (dimension i with i + D / 2), ``"adjacent"`` (2 i
             with 2 i + 1), or either with the number of rotated dimensions, the first ones of the head:
-            ``"halves:64"``.
-        split: ``"low_far"``: level 1 gets the slowest pairs; ``"interleaved"``: every level gets some of the
-            whole range.
+            ``"halves:64"``. Default ``"halves"``.
+        split: ``"low_far"`` (default): level 1 gets the slowest pairs; ``"interleaved"``: every level gets
+            some of the whole range.
 
     Returns:
         D numbers, a permutation: the dimension of the head at each position. Dimensions that are not rotated

@@ -265,13 +265,18 @@ class LevelLayout(LevelCounts):
         """The block of each position at a level.
 
         Args:
-            level: 2 to L (all positions share level 1).
+            level: 1 to L. All positions share level 1, whose one block is 0.
             positions: int tensor; negative ones lie in blocks without keys.
-            rows: the batch row (packed sequence) of each position, broadcastable to it. Default 0. It matters
-                only for ``boundaries`` per row.
+            rows: the batch row (packed sequence) of each position, an int or an int tensor that broadcasts to
+                ``positions``. Default 0. It matters only for ``boundaries`` per row.
 
         Returns:
-            int64 tensor of the shape of ``positions``: equal values are one block, within a row.
+            int64 tensor of the shape of ``positions``. Two positions of one row are in one block where the
+            values are equal.
+
+        Raises:
+            ConfigError: no such level or row, or sliding levels, which have no blocks.
+            ShapeError: the positions or rows are not ints.
         """
         self._check_level(level)
         positions = checked_positions("positions", positions)
@@ -279,6 +284,8 @@ class LevelLayout(LevelCounts):
             rows = checked_positions("rows", rows)
         else:
             self._check_row(rows)
+        if level == 1:
+            return torch.zeros_like(positions, dtype=torch.int64)
         if self.boundaries is None:
             # The start of the block, not its number: Inductor writes only floor(n / size) * size of the n
             # entries of a tensor that holds arange(n) // size (torch 2.13, loop splitting), and the rest
@@ -323,7 +330,8 @@ class LevelLayout(LevelCounts):
         return low, min(high, num_positions)
 
     def is_sink(self, positions: Tensor) -> Tensor:
-        """Which positions of keys are sink tokens, bool."""
+        """Which positions of keys, an int tensor, are sink tokens: a bool tensor of its shape."""
+        positions = checked_positions("positions", positions)
         return (positions >= 0) & (positions < self.sink_tokens)
 
     def select_rows(self, rows: Sequence[int]) -> LevelLayout:

@@ -122,8 +122,11 @@ class TextLayout:
         )
 
     def at(self, segments: Segments) -> LevelLayout:
-        """The layout of a batch whose segments are known; of the units there, those of the layout are
-        taken.
+        """The layout of a batch with these segments, from ``TextUnits.segments``; units that the layout does
+        not have are ignored.
+
+        Raises:
+            ConfigError: a unit of the layout is not among the segments.
         """
         check_type("segments", segments, Segments, "a Segments", "TextUnits.segments makes them from tokens")
         if missing := [unit for unit in self.units if unit not in segments.units]:
@@ -211,18 +214,22 @@ class TextUnits:
 
         Args:
             tokens: (B, T) ids.
-            left_padding, cu_seqlens: as of ``structured_attention``; packed sequences are the rows of what is
-                returned.
-            units: those that are wanted.
+            left_padding, cu_seqlens: as of ``structured_attention``, one of the two. Packed sequences are the
+                rows of what is returned. Default ``None``.
+            units: which to return. Default: all.
 
-        Cost: O(B T); the device is waited for.
+        Raises:
+            ShapeError: the tokens are not (B, T) ints, an id is out of range, or a shape does not fit.
+            ConfigError: a unit is unknown.
+
+        Cost: O(B T), on the CPU: tokens on a GPU are copied, which waits for it.
         """
         check_int_tensor("tokens", tokens, (None, None))
         check_type("units", units, tuple | list, f"a tuple of {', '.join(UNITS)}")
         for unit in units:
             check_choice("text unit", unit, UNITS)
         batch, length = tokens.shape
-        check_sequences(batch, left_padding, cu_seqlens)
+        check_sequences(batch, left_padding, cu_seqlens, length)
         index = torch.arange(length, device="cpu").expand(batch, -1)
         if cu_seqlens is None:
             sequence = torch.arange(batch, device="cpu")[:, None].expand(-1, length)

@@ -138,7 +138,7 @@ class LanguageModel(nn.Module):
         """Logits of the token after each.
 
         Args:
-            tokens: (B, T) int64 token ids; with ``caches`` those that follow the ones in them.
+            tokens: (B, T) int32 or int64 token ids; with ``caches`` those that follow the ones in them.
             caches, left_padding, cu_seqlens, shard: see ``Transformer.forward``; any ids may be used for
                 padding.
 
@@ -146,7 +146,9 @@ class LanguageModel(nn.Module):
             (B, T, V).
 
         Raises:
-            ShapeError: the tokens are not (B, T) ints, or lie beyond the learned positions.
+            ShapeError: the tokens are not (B, T) ints, an id is out of range, or a token lies beyond the
+                learned positions.
+            ConfigError, CacheError: as ``Transformer.forward``.
         """
         with guarded(caches):
             out: Tensor = self.read_out(self._features(tokens, caches, left_padding, cu_seqlens, shard))

@@ -245,7 +245,7 @@ class Transformer(nn.Module):
         call: dict[str, object] = {}
         try:
             check_states("x", x, self.norm.normalized_shape[0], self.norm.weight)
-            check_sequences(x.shape[0], left_padding, cu_seqlens)
+            check_sequences(x.shape[0], left_padding, cu_seqlens, shard.num_tokens)
             if caches is not None:
                 raise ConfigError("caches are of whole sequences: leave shard at None, or caches")
             for block in self.layers:

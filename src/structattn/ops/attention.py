@@ -45,9 +45,13 @@ def explain(
     """Which code ``backend="auto"`` runs for a call, and why, in one line:
     ``"blocked: 8 levels in memory linear in ... (...)"``.
 
-    Args: those of ``structured_attention``; only shapes, dtype and device of the tensors are looked at, and
-        whether they need gradients. ``torch.empty(..., device="meta")`` says what runs on a device that is
-        no CPU.
+    Args: those of ``structured_attention`` except ``backend``. Only the shape, dtype and device of tensors
+        matter, and whether they need gradients; the numbers in ``cu_seqlens`` and ``left_padding`` are
+        checked. Tensors of the meta device (``torch.empty(..., device="meta")``) give the choice for a device
+        that is not a CPU.
+
+    Raises:
+        ShapeError, ConfigError: as ``structured_attention``.
     """
     terms = ScoreTerms(
         scale=scale, softcap=softcap, sinks=sinks, attn_mask=attn_mask, attn_bias=attn_bias, alibi_slopes=alibi_slopes

@@ -7,7 +7,6 @@ length.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from itertools import pairwise
 from typing import Any, TypeGuard
 
 import torch
@@ -19,6 +18,7 @@ from torch.nn import Parameter
 from structattn.checks import (
     MAX_LENGTH,
     check_bool,
+    check_lengths,
     check_number,
     check_size,
     check_tensor,
@@ -222,15 +222,7 @@ def _check_lengths(lengths: Tensor, name: str, total: int, are_offsets: bool) ->
             fits = ((lengths >= 0) & (lengths <= total)).all()
         torch._assert_async(fits, f"{name} does not fit the length {total}")  # nothing waits for it
     elif lengths.device.type == "cpu":
-        values = lengths.tolist()
-        if are_offsets:
-            if values[0] != 0 or values[-1] != total or any(a > b for a, b in pairwise(values)):
-                raise ShapeError(
-                    f"{name} must rise or stay the same from 0 to the length {total}, one entry per sequence end, got "
-                    f"{values[:8]}"
-                )
-        elif values and (min(values) < 0 or max(values) > total):
-            raise ShapeError(f"{name} must lie in [0, {total}], got {min(values)} to {max(values)}")
+        check_lengths(name, lengths.tolist(), total, are_offsets=are_offsets)
 
 
 def _checked_copy(lengths: Tensor, name: str, total: int, are_offsets: bool) -> Tensor:

@@ -304,8 +304,8 @@ def _backward_flops(
 
 
 def _tell_open_counters() -> None:
-    """Counters copy the formulas when they are made: one in which the first call imports this module has none of
-    these.
+    """Counters copy the formulas when they are made. One that was made before the first call, which
+    imports this module, has none of these.
     """
     for mode in _get_current_dispatch_mode_stack():
         if isinstance(counter := getattr(mode, "counter", None), FlopCounterMode):

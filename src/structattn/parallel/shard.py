@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from structattn.checks import MAX_LENGTH, check_size
+from structattn.checks import MAX_LENGTH, check_int, check_int_tensor, check_sequences, check_size, check_tensor
 from structattn.errors import ConfigError, ShapeError, StructAttnError
 from structattn.layout.heads import HeadLayouts
 from structattn.layout.levels import LevelLayout
@@ -66,6 +66,8 @@ class SequenceShard:
         Raises:
             ShapeError: the dimension has another size.
         """
+        check_tensor("x", x)
+        check_int("dim", dim, minimum=-x.dim(), maximum=x.dim() - 1)
         if x.shape[dim] != self.num_tokens:
             raise ShapeError(f"expected {self.num_tokens} tokens in dimension {dim}, got shape {tuple(x.shape)}")
         return x.index_select(dim, self.tokens(x.device))
@@ -74,6 +76,11 @@ class SequenceShard:
         """Where tokens of the whole sequence, an int64 tensor, are among those of this process; -1 for those
         of others.
         """
+        check_int_tensor("tokens", tokens, (None,) * tokens.dim() if isinstance(tokens, Tensor) else (None,))
+        if tokens.device.type == "cpu" and tokens.numel():  # a GPU is not waited for
+            least, most = int(tokens.min()), int(tokens.max())
+            if not 0 <= least <= most < self.num_tokens:
+                raise ShapeError(f"tokens must lie in [0, {self.num_tokens}), got {least} to {most}")
         positions = torch.full((self.num_tokens,), -1, device=tokens.device)
         positions[self.tokens(tokens.device)] = torch.arange(self.length, device=tokens.device)
         return positions[tokens]
@@ -107,6 +114,7 @@ class SequenceShard:
             raise ConfigError(
                 "left_padding goes with neither cu_seqlens nor segments of each row: leave one of them out"
             )
+        check_sequences(q.shape[0], left_padding, None, self.num_tokens)
         rows = []
         for row, count in enumerate(left_padding.tolist()):
             # Padding is a separate packed sequence: positions and blocks are counted from the first real

@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from structattn.checks import check_path
 from structattn_lab.records.common import RESULTS, Json, ResultRecord, read_file
 
 
@@ -296,11 +297,11 @@ class ComparisonRecord(ResultRecord):
     preset: str = ""
 
 
-def read_comparison(folder: Path) -> ComparisonRecord:
+def read_comparison(folder: str | Path) -> ComparisonRecord:
     """The record of a comparison's folder.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
         ConfigError: it was written by a newer version.
     """
-    return read_file(ComparisonRecord, folder / RESULTS)
+    return read_file(ComparisonRecord, check_path("folder", folder) / RESULTS)

@@ -48,6 +48,9 @@ def register_task(name: str, package: str) -> None:
     Raises:
         ConfigError: another package has this name.
     """
+    for what, given in (("name", name), ("package", package)):
+        if not isinstance(given, str):
+            raise ConfigError(f"the {what} of a task must be a text, got {given!r}")
     if TASKS.setdefault(name, package) != package:
         raise ConfigError(f"the task {name!r} is that of {TASKS[name]}: choose another name for the task of {package}")
 

@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from structattn.checks import check_path
 from structattn.errors import CheckpointError, ConfigError, DataError, NotRegisteredError
 from structattn.models.language_model import LanguageModel
 from structattn.typed_records import read_as
@@ -39,7 +40,7 @@ class TrainedModel:
     model: nn.Module
 
 
-def load_run(folder: Path, data_path: Path | None = None) -> TrainedModel:
+def load_run(folder: str | Path, data_path: str | Path | None = None) -> TrainedModel:
     """The run that ``structattn train`` (or a comparison) finished in ``folder``.
 
     Args:
@@ -51,6 +52,7 @@ def load_run(folder: Path, data_path: Path | None = None) -> TrainedModel:
         DataError: the training data are missing or have changed.
         ConfigError: ``data_path`` is given for a task without user data.
     """
+    folder = check_path("folder", folder)
     run = read_finished(folder)
     record = run.record
     with reading_run(folder):
@@ -59,12 +61,12 @@ def load_run(folder: Path, data_path: Path | None = None) -> TrainedModel:
         old_path = kind.data_path(config)
     if data_path is not None:
         if old_path is None:
-            raise ConfigError(f"the run in {folder} was trained on data of the package: leave --data out")
+            raise ConfigError(f"the run in {folder} was trained on data of the package: leave --data (data_path) out")
         config = kind.with_data_path(config, str(data_path))
     elif old_path is not None and not is_there(old_path):
         raise DataError(
             f"the run in {folder} was trained on {old_path}, which is not there: put it back, or give its new location "
-            "with --data"
+            "with --data (data_path)"
         )
     with reading_run(folder):
         task = kind(read_as(kind.config_class, config, f"the run in {folder} is damaged"))

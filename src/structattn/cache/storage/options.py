@@ -38,14 +38,16 @@ class Storage:
     Args:
         key_bits, value_bits: 4, 8, or 16 for the numbers of the model. A tuple has one for each level, level
             1 first: ``(4, 8, 16)`` spends more on near tokens. Values without ``value_ranks`` have one level.
-        group_size: numbers that share a scale; even. Blocks of levels are multiples of it, or stay
-            exact: those of ``exact_slots`` positions at most.
-        residual: how many of the last tokens are exact, the query's own counted.
+            Default 4.
+        group_size: how many numbers share a scale; even. Block sizes of levels are multiples of it; levels
+            with blocks of at most ``exact_slots`` positions stay exact, and may have any size. Default 64.
+        residual: how many of the last tokens are exact, the token of the query included. Default 128.
         keep: how many tokens of a block stay: a multiple of ``group_size`` below ``block``. With 0, only the
             first group of the sequence does. Default ``None``: all.
-        block: tokens that are decided on together, a multiple of ``group_size``; with ``keep``.
-        recent: of the last tokens, how many always stay; with ``keep``, at least the exact ones, which are
-            ``residual`` + 2 ``group_size``.
+        block: with ``keep``, the number of tokens of which ``keep`` are chosen at once, a multiple of
+            ``group_size``. Default 512.
+        recent: with ``keep``, how many of the last tokens always stay, at least ``residual`` +
+            2 ``group_size``, which are exact. Default 256.
 
     Raises:
         ConfigError: an option is out of its range.

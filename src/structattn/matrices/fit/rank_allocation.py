@@ -85,7 +85,7 @@ def allocate_ranks(
     Args:
         dense: (num_rows, num_cols), real and finite.
         total_rank: Σ r_l; the matrix has (num_rows + num_cols) times as many parameters.
-        num_blocks: p_l of the levels to choose from; each divides both sizes.
+        num_blocks: p_l of the levels to choose from; each divides both sizes. Default ``(1, 2, 4, 8)``.
         progress: as ``fit``.
 
     Returns:

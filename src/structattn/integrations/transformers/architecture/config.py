@@ -90,12 +90,13 @@ class StructAttnConfig(OwnErrors, ReturnsWeights, SelfLoadingConfig, PreTrainedC
             is repeated over them, or a list with one per layer. There is no default.
         rotary: text of ``structattn.layers.rotary.Rotary``, such as ``"low_far,base=500000"``; ``None``:
             positions are learned, up to ``max_position_embeddings``. Default ``"low_far"``.
-        vocab_size: V.
-        hidden_size: E.
-        intermediate_size: width of the MLP. ``None``: 8 E / 3, rounded up to a multiple of 64.
-        num_hidden_layers: blocks.
-        num_attention_heads, num_key_value_heads: H and G; ``None`` for G is H.
-        max_position_embeddings: context length in positions, from which blocks are halved.
+        vocab_size: V. Default 32,000.
+        hidden_size: E. Default 512.
+        intermediate_size: width of the MLP. Default ``None``: 8 E / 3, rounded up to a multiple of 64.
+        num_hidden_layers: blocks. Default 8.
+        num_attention_heads: H, which divides E. Default 8.
+        num_key_value_heads: G, which divides H. Default ``None``: H.
+        max_position_embeddings: context length in positions, from which blocks are halved. Default 2,048.
         qk_norm: layer norm of queries and keys. Default ``True``.
         attention_bias: biases of the value and output projections and of those norms. Default ``False``.
         attention_dropout, hidden_dropout: of attention weights, and of what is added to the residual stream.
@@ -105,8 +106,8 @@ class StructAttnConfig(OwnErrors, ReturnsWeights, SelfLoadingConfig, PreTrainedC
         use_cache: default of ``forward`` outside training.
 
     Raises:
-        ConfigError: a spec is missing, unknown or too many, or a text is not of its form. Ranks that do not
-            fit are found when the model is made.
+        ConfigError: a spec is missing, unknown or too many, a text is not of its form, or a number is out of
+            its range. Ranks, and numbers of heads that do not divide, are found when the model is made.
     """
 
     model_type = "structattn"

@@ -30,7 +30,7 @@ from structattn.cache.late_numbers import give_numbers
 from structattn.cache.numbers import is_traced
 from structattn.cache.paged import PackedCache
 from structattn.cache.storage import LayerStorage, ModelStorage, storage_from, storage_of_layers
-from structattn.checks import check_size, check_type
+from structattn.checks import check_size, check_type, describe
 from structattn.errors import CacheError, ConfigError
 from structattn.integrations.transformers.caches.hybrid_cache import HybridCacheLayer, check_states, states_of
 from structattn.integrations.transformers.caches.layer_cache import LevelCacheLayer, RowChange, removed_tokens
@@ -197,6 +197,12 @@ class LevelCaches(DynamicCache):  # type: ignore[misc]
     is_torn = False  # some layers were changed and others not, and there is no way back
 
     def __init__(self, layers: list[Any]) -> None:
+        named = "the cache layers of a model, as level_cache(model) makes them"
+        check_type("layers", layers, list, named)
+        if not (
+            layers and all(isinstance(layer, CacheLayerMixin | LinearAttentionCacheLayerMixin) for layer in layers)
+        ):
+            raise ConfigError(f"layers must be {named}, got {describe(layers)}")
         Cache.__init__(self, layers=layers)
 
     def __copy__(self) -> LevelCaches:
@@ -360,11 +366,18 @@ def level_cache(
     ``past_key_values``).
 
     Args:
-        model: only the numbers of its layers with attention are read.
-        max_length, page_size: see ``LevelCacheLayer``, which raises ``ConfigError`` for them.
+        model: from ``structurize``, with an attention of ``register_attention``, or a
+            ``StructAttnForCausalLM``; only its config and the indices of its attention layers are read.
+        max_length, page_size: see ``LevelCacheLayer``.
         storage: in which bits numbers are kept. A list has an entry for each layer of the model: a storage,
-            ``None``, or a list of these with one for each key head. The default is that of the model's
+            ``None``, or a list of these with one for each key head. Default ``None``: that of the model's
             config, which ``structurize`` writes.
+
+    Returns:
+        ``LevelCaches`` without tokens. A call of a model with another attention raises ``CacheError``.
+
+    Raises:
+        ConfigError: no model of transformers, an option out of its range, or a storage that does not fit.
 
     Example:
         >>> model = structurize(model, "standard")  # doctest: +SKIP

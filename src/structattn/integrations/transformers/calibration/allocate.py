@@ -152,10 +152,10 @@ def allocate(
 
     Args:
         calibration: of the model.
-        compression: how many times smaller than a plain cache of T tokens, for numbers of 16 bits; scales,
-            exact and first tokens are counted. Or
-        bytes_per_token: of the whole cache of T tokens, in the dtype of the model, divided by T. Exactly one
-            of the two.
+        compression: bytes of a plain cache of T tokens over those of the chosen one, both with numbers of 16
+            bits; scales, exact tokens and first tokens are counted. Give this or ``bytes_per_token``.
+        bytes_per_token: bytes of the chosen cache of T tokens over T, with exact numbers in the dtype of the
+            model. Give this or ``compression``.
         context_length: T, tokens up to which the model will decode. Give it: the default is the longest text
             of the calibration, and a cache of more tokens is smaller than asked for, and loses more.
         ranks: of levels, ``"per_layer"``; or ``"uniform"``: one choice for all layers, the best that fits,
@@ -288,17 +288,17 @@ def _by_levels(
     plain = sum(float(group.sizes[-1]) for group in groups)
     budget = _budget(compression, per_token, plain, calibration.element_size, length)
     chosen = cheapest(groups, budget)
+    size = _BYTES if per_token is None else calibration.element_size
     if chosen is None:
         smallest = sum(float(group.sizes.min()) for group in groups)
-        size = calibration.element_size
         raise _too_small("ranks give", budget * size, plain * size, smallest * size, length)
     pairs = list(zip(groups, chosen, strict=True))
     specs = {layer.shape.index: group.spec(number) for group, number in pairs for layer in group.layers}
     return Allocation(
         [specs[layer.shape.index] for layer in calibration.layers],
         storage=None,
-        nbytes=int(sum(float(group.sizes[number]) for group, number in pairs)) * _BYTES,
-        plain_nbytes=int(plain) * _BYTES,
+        nbytes=int(sum(float(group.sizes[number]) for group, number in pairs)) * size,
+        plain_nbytes=int(plain) * size,
         context_length=length,
         expected_loss=sum(float(group.losses[number]) for group, number in pairs),
         has_levels=any(group.specs[number] for group, number in pairs),

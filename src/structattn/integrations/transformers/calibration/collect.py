@@ -373,22 +373,23 @@ def calibrate(
         batches: token ids (B, T) or (T,), or dicts with ``input_ids`` and ``attention_mask`` (padding at the
             ends of rows). They are read once, and few are enough: some 20,000 tokens, in ten texts or more of
             a quarter of the length at which the model will be used, or longer.
-        block_sizes: rising. Default: powers of 2 from 16 up to half the length of the first batch. Only few
-            queries measure larger ones, those after the first block.
-        num_queries: queries of each row whose scores are looked at, neighbors at a random place, the same
-            ones in every run. ``None``: all.
+        block_sizes: in positions, ascending. Default: powers of 2 from 16 up to half the length of the first
+            batch. Larger blocks are measured by few queries only: those after the first block.
+        num_queries: how many consecutive queries of each row are measured. The first is drawn at random, the
+            same in every run. ``None``: all. Default 64.
         retrieval: whether single heads are measured: tokens on rows of at least 128 tokens, up to 20,480 in
             all, and bits with them; without tokens, on the first two of at least 64 tokens, as windows are.
             A model without an output head is not, nor one whose layers all have a window or chunks.
-        methods: of ``allocate``, that are prepared for. Without ``"levels"``, moments of dimensions are those
-            of the first batch, and what each layer matters is not measured.
+        methods: those of ``allocate`` to measure for. Without ``"levels"``, moments of dimensions are taken
+            from the first batch only, and the sensitivity of each layer is not measured. Default
+            ``("tokens", "bits", "levels")``.
         resume: a file, written after each pass of the model. A call with the same model, texts and options
             goes on after the last pass that it holds, and returns the same numbers, bit by bit on the same
             machine. It stays: remove it once the calibration is saved. Default: none.
 
     Returns:
-        A ``Calibration``, for ``structurize(rotary_split="calibrated")`` and ``allocate``. ``save`` and
-        ``load`` are its file.
+        A ``Calibration``, for ``structurize(rotary_split="calibrated")`` and ``allocate``. Its methods
+        ``save`` and ``load`` write and read it as a file.
 
     Raises:
         ConfigError: see ``structurize``; or no batches, short ones, or other arguments; or ``resume`` is of

@@ -64,7 +64,8 @@ def evaluate_cache(
         tokenizer: that of the model, for tasks made of words. Default ``None``: only ``"copy"``.
         context_length: tokens of a prefill.
         num_steps: tokens that follow one by one.
-        num_windows: the most that are measured; fewer where the texts have fewer. Intervals need 2.
+        num_windows: the largest number of windows; fewer are measured where the texts are too short. The
+            interval of the loss is infinite with one window.
         tasks: of retrieval: ``"copy"`` (a span of tokens in random order that begins again), ``"pass key"``
             (a number in one sentence), ``"several keys"`` (one of 4), ``"similar keys"`` (one of 6),
             ``"several values"`` (3 numbers of one key), ``"variables"`` (the key of a place that is to be
@@ -74,9 +75,9 @@ def evaluate_cache(
             Default: an eighth, a half and seven eighths of the context, the first two at least 64.
         num_prompts: of each task at each distance.
         seed: of windows and prompts: with the same arguments they are the same for every cache.
-        press: makes of the model a context around each prefill, which shortens what the cache keeps of the
-            context, such as a press of kvpress. Tokens that follow are at the positions that they have
-            without it. Default ``None``: the cache keeps what it keeps.
+        press: takes the model and returns a context manager in which each prefill runs, such as a press of
+            kvpress, so that the cache keeps less of the prompt. Later tokens keep their positions. Default
+            ``None``: no press.
 
     Returns:
         ``CacheScores``: losses in nats per token with an interval, recall, bytes, milliseconds.

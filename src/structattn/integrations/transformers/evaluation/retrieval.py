@@ -191,10 +191,12 @@ def retrieval_prompts(
     """
     check_size("context_length", context_length)
     check_size("num_prompts", num_prompts)
-    if tokenizer is not None and not callable(getattr(tokenizer, "encode", None)):
+    is_text = isinstance(tokenizer, str | bytes)  # which have an encode of another kind
+    if tokenizer is not None and (is_text or not callable(getattr(tokenizer, "encode", None))):
         raise ConfigError(f"tokenizer must be a tokenizer of transformers or None, got {describe(tokenizer)}")
-    if isinstance(tasks, str):
-        raise ConfigError(f"tasks must be several names, such as ({tasks!r},), got {tasks!r}")
+    if not (tasks is None or isinstance(tasks, tuple | list)):
+        shown = tasks if isinstance(tasks, str) else COPY
+        raise ConfigError(f"tasks must be several names, such as ({shown!r},), got {describe(tasks)}")
     names = tuple(tasks) if tasks is not None else TASKS if tokenizer is not None else (COPY,)
     for name in names:
         check_choice("task", name, TASKS)

@@ -148,7 +148,7 @@ TABLE = {
             "structure": (*TEXT, "btt", "btt:0", matrices.Dense(8, 12), matrices.Dense, nn.Linear(8, 12)),
             "bias": (None, *FLAG),
             "device": ("nope", "cuda:99", 2**62, 1.5, THING),
-            "dtype": ("float32", torch.int64, 3, float, THING),
+            "dtype": ("float32", torch.int64, torch.float8_e4m3fn, 3, float, THING),
         },
     ),
     "StructuredLinear.forward": (sa.StructuredLinear(8, 12, MATRIX), {"x": torch.randn(3, 8)}, {"x": VECTORS}),

@@ -189,6 +189,8 @@ def wrong(mesh: DeviceMesh, name: str) -> None:
             sequence_shard({"input_ids": batch["input_ids"][:, :1]}, mesh)
         case "shape":
             sequence_shard({**batch, "labels": batch["labels"][:, 1:]}, mesh)
+        case "numbers":
+            sequence_shard({**batch, "labels": batch["labels"].float()}, mesh)
         case "backend":
             kind = register_attention("mlr:4|2|2", name="dense", context_length=32, backend="reference")
             model.set_attn_implementation(kind)

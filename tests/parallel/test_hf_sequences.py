@@ -88,6 +88,7 @@ MESSAGES = {
     "no tokens": "needs input_ids, got labels",
     "few": "a sequence of 1 tokens cannot be divided among 2 processes",
     "shape": "labels must have shape (batch, tokens), as input_ids, got (2, 36) and (2, 37)",
+    "numbers": "labels must be ints (such as torch.int64), got torch.float32",
     "backend": "chooses its backend: register 'auto', got 'reference'",
     "dropout": "attention over a divided sequence has no dropout, got 0.1",
     "cache": "has tokens of one process only, and a cache needs all: pass use_cache=False",

@@ -8,6 +8,7 @@ import torch
 
 from structattn.checks import check_device, describe
 from structattn.errors import ConfigError
+from structattn.ops.terms import DTYPES
 
 Device = torch.device | str | None
 
@@ -22,6 +23,6 @@ def on_device(device: Device) -> AbstractContextManager[object]:
 
 
 def check_dtype(dtype: object) -> None:
-    """Raises ``ConfigError`` unless it is ``None`` or a floating dtype."""
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ConfigError(f"dtype must be a floating torch.dtype, got {describe(dtype)}")
+    """Raises ``ConfigError`` unless it is ``None`` or a dtype that attention computes with."""
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(f"dtype must be a floating torch.dtype of 16, 32 or 64 bits, got {describe(dtype)}")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from structattn.checks import check_tensor, check_type, quoted
+from structattn.checks import INT_DTYPES, check_tensor, check_type, quoted
 from structattn.errors import ConfigError, ShapeError
 from structattn.integrations.transformers.attention.divided_sequence import division_of
 from structattn.integrations.transformers.masks.structured_mask import read_packing
@@ -101,6 +101,8 @@ def sequence_shard(batch: Mapping[str, Tensor], mesh: DeviceMesh, *, order: Orde
         raise ConfigError(f"a batch to divide needs input_ids, got {', '.join(batch) or 'nothing'}")
     for name, x in batch.items():
         check_tensor(name, x)
+        if name != "attention_mask" and x.dtype not in INT_DTYPES:
+            raise ShapeError(f"{name} must be ints (such as torch.int64), got {x.dtype}")
     tokens = batch["input_ids"]
     for name, x in batch.items():
         if x.dim() != 2 or x.shape[1] != tokens.shape[1] or x.shape[0] not in (tokens.shape[0], name == "position_ids"):

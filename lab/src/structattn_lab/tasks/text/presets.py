@@ -225,7 +225,7 @@ PRESETS = {
     "cache-map-trained": Preset(
         _CACHE_MAP_TRAINED,
         "`cache-map` with ten times the steps, 18 variants at a half, a quarter and an eighth of the cache, heads that "
-        "differ among them, three seeds, for a text of 25 MB or more (--data); about 13 core-hours (estimated from "
+        "differ among them, three seeds, for a text of 25 MB or more (--data); about 10 core-hours (estimated from "
         "steps)",
     ),
     "cache-map-gpu": Preset(

@@ -65,10 +65,9 @@ class Attention(AttentionLayer, NumberedLayer):
             another order.
         num_kv_heads: G, key and value heads; divides H. Default: H.
         scoring: ``scoring.Standard`` (default: standard attention), ``BTT``, ``MLR`` or ``Matrix``.
-        layout: ``LevelLayout`` or ``GlobalWindowLayout`` whose ranks sum to the feature dimension of the
-            scoring (E / H; E for BTT and Matrix; sum r_l p_l for MLR), and whose scaling replaces the
-            scoring's; or ``HeadLayouts``, one of these for each key head; or a ``TextLayout``. Default
-            ``None``: plain.
+        layout: ``LevelLayout``, ``GlobalWindowLayout``, or ``HeadLayouts``, one per key head. Ranks sum to
+            the feature dimension of the scoring (E / H; E for BTT and Matrix; sum r_l p_l for MLR); the
+            scaling replaces the scoring's. Or a ``TextLayout``. Default ``None``: plain.
         is_causal: whether later keys are hidden. Default ``True``.
         qk_norm: layer norm of queries and keys (per level for MLR). Default ``True``.
         rotary: a ``Rotary``, fitted to the levels; or a function ``rotary(x, positions)`` of q and k (B,
@@ -310,12 +309,8 @@ class Attention(AttentionLayer, NumberedLayer):
         attn_mask: Tensor | None = None,
     ) -> Tensor:
         """The attention weights, (B, H, T, S); of two added softmaxes (``GlobalWindowLayout``) the sum.
-
-        Arguments as ``forward``, without ``attn_bias`` and ``shard``: give a bias as a floating point
-        ``attn_mask``. Nothing is appended to a cache.
-
-        Cost: T S numbers and T S^2 multiply-adds per head: for short sequences.
-        """
+        Arguments as ``forward``, without ``shard`` and ``attn_bias`` (give an ``attn_mask`` of floats).
+        Cost: T S numbers and T S^2 multiply-adds per head, for short sequences. No cache is changed."""
         layout_of_call = self._layout_of_call(layout)
         if cache is not None:
             others = {"cu_seqlens": cu_seqlens, "left_padding": left_padding}

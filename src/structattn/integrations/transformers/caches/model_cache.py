@@ -199,9 +199,7 @@ class LevelCaches(DynamicCache):  # type: ignore[misc]
     def __init__(self, layers: list[Any]) -> None:
         named = "the cache layers of a model, as level_cache(model) makes them"
         check_type("layers", layers, list, named)
-        if not (
-            layers and all(isinstance(layer, CacheLayerMixin | LinearAttentionCacheLayerMixin) for layer in layers)
-        ):
+        if not any(isinstance(layer, LevelCacheLayer) for layer in layers):
             raise ConfigError(f"layers must be {named}, got {describe(layers)}")
         Cache.__init__(self, layers=layers)
 

@@ -96,11 +96,10 @@ def check_left_out(what: str, **options: object) -> None:
 
 
 def check_is_shard(shard: object) -> None:
-    """Raises ``ConfigError`` unless it is a ``SequenceShard``, of a module above this one."""
-    if not callable(getattr(shard, "attend", None)):
-        raise ConfigError(
-            f"shard must be a sa.parallel.SequenceShard of the mesh and the tokens in all, got {describe(shard)}"
-        )
+    """Raises ``ConfigError`` unless it is a ``SequenceShard``."""
+    from structattn.parallel.shard import SequenceShard  # torch.distributed, which few need
+
+    check_type("shard", shard, SequenceShard, "a sa.parallel.SequenceShard of the mesh and the tokens in all")
 
 
 def check_shard(layout: AnyLayout | TextLayout | None, backend: str, dropout: float) -> None:

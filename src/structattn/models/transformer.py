@@ -19,7 +19,7 @@ from structattn.checks import MAX_LENGTH, check_bool, check_number, check_sequen
 from structattn.errors import ConfigError, ShapeError, StructAttnError
 from structattn.layers.block import TransformerBlock
 from structattn.layers.build_attention import build_attention
-from structattn.layers.checks import check_states
+from structattn.layers.checks import check_is_shard, check_states
 from structattn.layers.layer import LayerShape
 from structattn.layers.rotary import Rotary
 from structattn.layout.levels import MAX_COUNTED, LevelLayout
@@ -238,9 +238,7 @@ class Transformer(nn.Module):
         """Raises in every process where the call of one is wrong, or is another call: if only that
         process raised, the others would wait for it.
         """
-        from structattn.parallel.shard import SequenceShard
-
-        check_type("shard", shard, SequenceShard, "a sa.parallel.SequenceShard of the mesh and the tokens in all")
+        check_is_shard(shard)
         error: StructAttnError | None = None
         call: dict[str, object] = {}
         try:

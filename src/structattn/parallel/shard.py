@@ -64,7 +64,8 @@ class SequenceShard:
         """The part of this process, of a tensor with all T tokens in a dimension.
 
         Raises:
-            ShapeError: the dimension has another size.
+            ShapeError: x is no tensor, or the dimension has another size.
+            ConfigError: x has no such dimension.
         """
         check_tensor("x", x)
         check_int("dim", dim, minimum=-x.dim(), maximum=x.dim() - 1)
@@ -75,6 +76,10 @@ class SequenceShard:
     def local(self, tokens: Tensor) -> Tensor:
         """Where tokens of the whole sequence, an int64 tensor, are among those of this process; -1 for those
         of others.
+
+        Raises:
+            ShapeError: they are no ints, or on a CPU lie outside of the sequence. A GPU is not waited for,
+                and reports that later.
         """
         check_int_tensor("tokens", tokens, (None,) * tokens.dim() if isinstance(tokens, Tensor) else (None,))
         if tokens.device.type == "cpu" and tokens.numel():  # a GPU is not waited for
@@ -106,6 +111,7 @@ class SequenceShard:
         Raises:
             ConfigError: left padding together with ``cu_seqlens``, or with a layout whose rows have different
                 segments.
+            ShapeError: left padding that does not fit the rows or the sequence.
         """
         attention = ContextParallel(layout, self._mesh, order=self._order)
         if left_padding is None or not q.shape[0]:

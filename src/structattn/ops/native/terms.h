@@ -135,12 +135,16 @@ class ShownTiles {
     for (const Span& span : spans)
       first_.push_back(first_.back() + heads_ * tiles_of(span.num_queries, kRows) * tiles_of(span.num_keys, kCols));
     shown_.resize(first_.back());
-    parallel_for(static_cast<int64_t>(spans.size()) * heads_, [&](int64_t begin, int64_t end) {
+    int64_t most = 0;  // tiles of queries in a span
+    for (const Span& span : spans) most = std::max(most, tiles_of(span.num_queries, kRows));
+    parallel_for(static_cast<int64_t>(spans.size()) * heads_ * most, [&](int64_t begin, int64_t end) {
       for (int64_t n = begin; n < end; ++n) {
-        const Span& span = spans[n / heads_];
-        for (int64_t i = 0; i < span.num_queries; i += mask.query == 0 ? kRows : 1)
-          show(mask.at(span.row, n % heads_, span.query + i, span.key), mask.key, span.num_keys,
-               shown_.data() + at(n / heads_, n % heads_, span, i));
+        const int64_t number = n / most / heads_, head = n / most % heads_, first = n % most * kRows;
+        const Span& span = spans[number];
+        const int64_t last = std::min(first + (mask.query == 0 ? 1 : kRows), span.num_queries);
+        for (int64_t i = first; i < last; ++i)
+          show(mask.at(span.row, head, span.query + i, span.key), mask.key, span.num_keys,
+               shown_.data() + at(number, head, span, first));
       }
     });
   }

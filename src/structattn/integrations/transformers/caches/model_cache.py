@@ -192,6 +192,9 @@ class LevelCaches(DynamicCache):  # type: ignore[misc]
 
     Args:
         layers: of all layers of a model.
+
+    Raises:
+        ConfigError: no list, or none of them is a ``LevelCacheLayer``.
     """
 
     is_torn = False  # some layers were changed and others not, and there is no way back
